@@ -1,0 +1,24 @@
+"""Where the shipped configurations lie: configs/ of a checkout, or the copy inside an installed wheel."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+_PLACES = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
+
+
+def config_path(name: str | Path) -> Path:
+    """The file `name` if there is one, else the shipped configuration of that name (`lab`, `ablations/x.json`).
+
+    Raises:
+      FileNotFoundError: neither exists; the sentence lists the shipped names.
+    """
+    given = Path(name)
+    if given.is_file():
+        return given
+    for place in _PLACES:
+        for candidate in (place / given, place / f"{given}.json"):
+            if candidate.is_file():
+                return candidate
+    files = [(place, path) for place in _PLACES for path in place.rglob("*.json")]
+    known = sorted({path.relative_to(place).with_suffix("").as_posix() for place, path in files})
+    raise FileNotFoundError(f"config {str(name)!r} is neither a file nor a shipped configuration ({', '.join(known)}).")
