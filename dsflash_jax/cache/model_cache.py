@@ -1,0 +1,46 @@
+"""The cache pytree: global pages, window rings, compressor state and committed lengths.
+
+A byte arena is a plain uint8[pages, page_bytes]; `layout.py` knows what lies in a page. The page arena may be wider
+than the global group (other groups share its block-id space); the ring is an arena whose page is a sequence slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.config import ModelConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelCache:
+    """Device state of all sequences. Steps take one and return one; the old one is donated."""
+
+    pages: jax.Array  # uint8[num_pages, page_bytes]
+    ring: jax.Array  # uint8[num_slots, ring_bytes]
+    state: jax.Array  # float32[num_slots, pooled owners, state_rows, 2 * head_dim], keyed by position % state_rows
+    length: jax.Array  # int32[num_slots] committed tokens
+
+    @classmethod
+    def abstract(cls, cfg: ModelConfig, num_pages: int, num_slots: int, page_bytes: int | None = None) -> ModelCache:
+        """Shapes only, for accounting and shape evaluation. `page_bytes` defaults to the global group's."""
+        layout = cache_layout(cfg)
+        if page_bytes is not None and page_bytes < layout.page_bytes:
+            raise ValueError(f"page_bytes={page_bytes} is smaller than the global group's page of {layout.page_bytes} bytes.")
+        state = (num_slots, len(layout.state_owners), layout.state_rows, layout.state_width)
+        return cls(
+            pages=jax.ShapeDtypeStruct((num_pages, page_bytes or layout.page_bytes), jnp.uint8),
+            ring=jax.ShapeDtypeStruct((num_slots, layout.ring_bytes), jnp.uint8),
+            state=jax.ShapeDtypeStruct(state, jnp.float32),
+            length=jax.ShapeDtypeStruct((num_slots,), jnp.int32),
+        )
+
+    @classmethod
+    def empty(cls, cfg: ModelConfig, num_pages: int, num_slots: int, page_bytes: int | None = None) -> ModelCache:
+        """Zeroed caches for `num_slots` sequences sharing `num_pages` pages."""
+        shapes = cls.abstract(cfg, num_pages, num_slots, page_bytes)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

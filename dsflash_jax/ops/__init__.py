@@ -1,0 +1,1 @@
+"""The model's arithmetic as pure functions on arrays."""

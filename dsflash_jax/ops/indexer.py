@@ -1,0 +1,67 @@
+"""Index scores and the candidate pool (model.md §2.5 and §3)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from dsflash_jax.ops.linear import einsum_f32
+from dsflash_jax.ops.topk import select_topk
+
+
+def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, score_dtype: str) -> jax.Array:
+    """sum_h weights[h] * relu(q[h] . k) for every key.
+
+    Args:
+      q: [B, H, D]. weights: [B, H], signed, already scaled. keys: [E, D] shared, or [B, E, D] per query.
+      score_dtype: "float32", or "bfloat16" to round the dot, the product and the head sum as the released code does.
+
+    Returns: float32[B, E].
+    """
+    spec = "bhd,ed->bhe" if keys.ndim == 2 else "bhd,bed->bhe"
+    dots = einsum_f32(spec, q, keys)
+    if score_dtype == "bfloat16":
+        product = jnp.maximum(_round_bf16(dots), 0) * weights[..., None]
+        return _round_bf16(jnp.sum(_round_bf16(product), axis=1))
+    return jnp.sum(jnp.maximum(dots, 0) * weights[..., None], axis=1)
+
+
+def _round_bf16(x: jax.Array) -> jax.Array:
+    # reduce_precision, not a pair of casts, which XLA may cancel.
+    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+
+def mask_invisible(scores: jax.Array, visible: jax.Array) -> jax.Array:
+    """-inf from entry `visible` [B] on: scores [B, E]."""
+    entry = jnp.arange(scores.shape[-1])
+    return jnp.where(entry < visible[:, None], scores, -jnp.inf)
+
+
+def candidate_blocks(scores: jax.Array, visible: jax.Array, block_size: int, topk_blocks: int) -> jax.Array:
+    """Best candidate blocks per query: masked scores [B, E] -> block numbers int32[B, topk_blocks], ascending, -1 pad.
+
+    A block's score is its best position; the block of the newest visible entry is pinned and counts among the
+    `topk_blocks`; blocks without a visible position are dropped.
+    """
+    rows, width = scores.shape
+    blocks = -(-width // block_size)
+    padded = jnp.pad(scores, ((0, 0), (0, blocks * block_size - width)), constant_values=-jnp.inf)
+    best = jnp.max(padded.reshape(rows, blocks, block_size), axis=-1)
+    newest = jnp.where(visible > 0, (visible - 1) // block_size, -1)
+    best = jnp.where(jnp.arange(blocks) == newest[:, None], jnp.inf, best)
+    return select_topk(best, topk_blocks)
+
+
+def block_mask(blocks: jax.Array, width: int, block_size: int) -> jax.Array:
+    """bool[B, width]: whether each entry lies in one of the listed candidate blocks [B, C]."""
+    count = -(-width // block_size)
+    index = jnp.where(blocks < 0, count, blocks)
+    rows = jnp.arange(blocks.shape[0])[:, None]
+    hit = jnp.zeros((blocks.shape[0], count + 1), bool).at[rows, index].set(True)[:, :count]
+    return jnp.repeat(hit, block_size, axis=1)[:, :width]
+
+
+def block_entries(blocks: jax.Array, block_size: int) -> jax.Array:
+    """Entries of the listed blocks, ascending: [B, C] -> int32[B, C * block_size], -1 for absent blocks."""
+    entries = blocks[..., None] * block_size + jnp.arange(block_size)
+    return jnp.where(blocks[..., None] < 0, -1, entries).reshape(blocks.shape[0], -1)

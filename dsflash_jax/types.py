@@ -1,0 +1,55 @@
+"""Value types that cross module boundaries: the ragged step, row sources, and what a layer hands down the stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+GLOBAL_GROUP = "global"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """One ragged step: T query rows of up to S sequences. All arrays are int32 except `last_chunk` (bool).
+
+    The rows of a sequence are contiguous, ascending in position, and start at position `start`. Padding rows have
+    position -1; unused sequence entries have slot -1, start = length = 0 and last_row -1.
+    """
+
+    tokens: jax.Array  # [T]
+    positions: jax.Array  # [T], -1 = padding
+    row_to_seq: jax.Array  # [T], 0 in padding rows
+    slot: jax.Array  # [S] ring and compressor-state slot, -1 = unused
+    block_tables: dict[str, jax.Array]  # group name -> [S, P] page numbers, -1 = no page
+    start: jax.Array  # [S] first position of this step
+    length: jax.Array  # [S] positions known after this step (start + rows)
+    replay_start: jax.Array  # [S] window keys below it are not seen
+    write_floor: jax.Array  # [S] global rows that end below it are not written
+    last_row: jax.Array  # [S] row of the last token, -1 = unused
+    last_chunk: jax.Array  # [S] whether the prompt ends in this step
+    previous_token: jax.Array  # [S] token at start - 1, -1 = none
+
+    @property
+    def num_rows(self) -> int:
+        """T, static."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        """S, static."""
+        return self.slot.shape[0]
+
+    @property
+    def first_row(self) -> jax.Array:
+        """[S] row of each sequence's first token."""
+        return self.last_row - (self.length - self.start) + 1
+
+
+class Published(NamedTuple):
+    """Latest source outputs, carried from layer to layer within one call."""
+
+    selection_TxK: jax.Array | None  # entry indices, ascending, -1 = none
+    candidates_TxC: jax.Array | None  # candidate block numbers, ascending, -1 = none
