@@ -1,0 +1,1 @@
+"""Measures on arrays: functions return data, never figures."""

@@ -1,0 +1,132 @@
+"""Task rows: what is asked, what answers it, and that a step's rows depend on (seed, step) alone."""
+
+import time
+
+import numpy as np
+import pytest
+
+from dsflash_jax.training.data import HELD_OUT_STREAM, TaskMix, make_batch, text_batch
+from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, TEXT_TOKENS
+
+TEXT = np.random.default_rng(0).integers(32, 127, 20_000).astype(np.uint8)
+RECALL = TaskMix(rows=64, context=128, window=16, recall=1.0)
+
+
+def asked(batch):
+    return [(int(row), int(at)) for row, at in zip(*np.nonzero(batch.answer_mask), strict=True)]
+
+
+def test_targets_are_the_next_tokens():
+    batch = make_batch(TaskMix(rows=8, context=64, window=8, recall=0.5, needle=0.25, copy=0.25), TEXT, seed=1, step=2)
+    np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    assert batch.tokens.dtype == np.int32 and batch.tokens.shape == (8, 64)
+
+
+def test_every_recall_answer_is_the_value_after_the_last_occurrence_of_its_key():
+    batch = make_batch(RECALL, TEXT, seed=3, step=0)
+    for row, at in asked(batch):
+        earlier = np.flatnonzero(batch.tokens[row, :at] == batch.tokens[row, at])
+        assert batch.lag[row, at] == at - earlier[-1]
+        assert batch.targets[row, at] == batch.tokens[row, earlier[-1] + 1] >= FIRST_VALUE
+
+
+def test_only_repeated_keys_are_asked_and_all_of_them():
+    batch = make_batch(RECALL, TEXT, seed=4, step=0)
+    for row in range(8):
+        seen, repeats = set(), []
+        for at, token in enumerate(batch.tokens[row]):
+            if FIRST_KEY <= token < FIRST_VALUE:
+                repeats += [at] if token in seen else []
+                seen.add(token)
+        assert np.flatnonzero(batch.answer_mask[row]).tolist() == repeats
+        assert len(seen) == RECALL.pairs
+
+
+def test_pairs_of_a_row_are_all_aligned_or_all_split_and_both_occur():
+    batch = make_batch(RECALL, TEXT, seed=5, step=0)
+    for row, at in asked(batch):
+        assert batch.aligned[row, at] == (at % 2 == 0) == (batch.lag[row, at] % 2 == at % 2)
+    share = batch.aligned[:, 0].mean()
+    assert 0.25 < share < 0.75
+
+
+def test_lags_reach_from_the_window_to_the_whole_row():
+    lag = make_batch(RECALL, TEXT, seed=6, step=0).lag
+    lag = lag[lag > 0]
+    assert 5 < (lag < 16).sum() / 64 and 5 < ((lag >= 16) & (lag <= 32)).sum() / 64  # answers per row
+    assert 1 < (lag > 62).sum() / 64
+    assert lag.max() > 110
+
+
+def test_needle_is_asked_once_at_the_end_and_its_source_is_far():
+    batch = make_batch(TaskMix(rows=16, context=64, window=8, recall=0, needle=1), TEXT, seed=7, step=0)
+    assert [at for _, at in asked(batch)] == [63] * 16
+    for row, at in asked(batch):
+        source = at - batch.lag[row, at]
+        assert batch.lag[row, at] >= 32
+        assert batch.tokens[row, source] == batch.tokens[row, at]
+        assert batch.tokens[row, source + 1] == batch.targets[row, at]
+        assert batch.aligned[row, at] == (source % 2 == 0)
+
+
+def test_copy_answers_equal_the_tokens_one_lag_back():
+    batch = make_batch(TaskMix(rows=32, context=64, window=8, recall=0, copy=1), TEXT, seed=8, step=0)
+    assert batch.answer_mask.sum(axis=1).tolist() == [7] * 32
+    for row, at in asked(batch):
+        assert batch.targets[row, at] == batch.tokens[row, at - batch.lag[row, at] + 1] >= TEXT_TOKENS
+
+
+def test_rows_divide_as_the_mix_says_and_only_text_rows_train_text():
+    mix = TaskMix(rows=16, context=64, window=8, recall=0.5, needle=0.125, copy=0.125)
+    batch = make_batch(mix, TEXT, seed=9, step=0)
+    assert mix.row_counts() == (8, 2, 2, 4)
+    assert batch.text_mask.any(axis=1).tolist() == [False] * 12 + [True] * 4
+    assert batch.answer_mask.any(axis=1).tolist() == [True] * 12 + [False] * 4
+    assert batch.tokens[12:].max() < TEXT_TOKENS
+
+
+def test_same_step_gives_same_rows_and_another_step_seed_or_stream_others():
+    def tokens(seed, step, **stream):
+        return make_batch(RECALL, TEXT, seed, step, **stream).tokens
+
+    np.testing.assert_array_equal(tokens(1, 7), tokens(1, 7))
+    for other in (tokens(1, 8), tokens(2, 7), tokens(1, 7, stream=HELD_OUT_STREAM)):
+        assert (tokens(1, 7) != other).mean() > 0.3
+
+
+def test_text_rows_follow_each_other_without_overlap():
+    first, second = text_batch(TEXT, 3, 50), text_batch(TEXT, 3, 50, first_row=3)
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens]).reshape(-1), TEXT[:300])
+    assert first.targets[2, -1] == second.tokens[0, 0]
+    with pytest.raises(ValueError, match="need 20001 tokens, not 20000"):
+        text_batch(TEXT, 400, 50)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"context": 16}, "context=16 is too short: 8 pairs need at least 32"),
+    ({"pairs": 33}, "pairs=33 must lie between 1 and the number of keys, 32"),
+    ({"recall": 0.8, "needle": 0.4}, "exceeds 1"),
+    ({"rows": 0}, "rows=0 must be at least 1"),
+    ({"text_slots": -0.1}, "text_slots=-0.1 must lie between 0 and 1"),
+])
+def test_a_mix_that_cannot_be_made_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        TaskMix(**{"rows": 4, "context": 64, "window": 8, **change})
+
+
+def test_text_shorter_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="has 10 tokens: a row of context=128 needs 129"):
+        make_batch(RECALL, TEXT[:10], seed=0, step=0)
+
+
+def test_rows_are_made_much_faster_than_a_model_trains_on_them():
+    mix = TaskMix(rows=16, context=128, window=16)
+    make_batch(mix, TEXT, 0, 0)
+    fastest = min(_seconds(mix, step) for step in range(20))
+    assert mix.rows * mix.context / fastest > 200_000  # tokens per second, one core
+
+
+def _seconds(mix, step):
+    begin = time.perf_counter()
+    make_batch(mix, TEXT, 0, step)
+    return time.perf_counter() - begin
