@@ -1,0 +1,1 @@
+"""Number formats of the caches: small float codes (`minifloat`) and packed rows (`formats`)."""
