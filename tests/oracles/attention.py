@@ -1,4 +1,7 @@
-"""Sparse attention with a sink, and the window's position lists. Source: model.md §2.5, golden/README.md §6 "Attention"."""
+"""Sparse attention with a sink, the window's position lists, the output projection.
+
+Source: report §2.3, reference inference/model.py (whose kernel floors the running maximum at -1e30).
+"""
 
 import numpy as np
 
@@ -48,14 +51,15 @@ def window_positions(position, window, first=0):
 
 
 def ring_slots(position, window):
-    """The same window as slots of a ring of `window` rows, oldest first: int32 [window], -1 where nothing was written."""
+    """The same window as slots of a ring of `window` rows, oldest first: int32 [window], -1 = not written."""
     return np.array([p % window if p >= 0 else -1 for p in range(position - window + 1, position + 1)], np.int32)
 
 
 def grouped_output(heads, wo_a, wo_b, groups):
     """Grouped low-rank output projection of one token.
 
-    heads: [H, D] attention output after the inverse rotation; wo_a: [groups * R, H * D / groups]; wo_b: [E, groups * R].
+    heads: [H, D] attention output after the inverse rotation; wo_a: [groups * R, H * D / groups];
+    wo_b: [E, groups * R].
     Each group of heads has its own [R, H * D / groups] block of wo_a. Returns float32 [E].
     """
     parts = np.asarray(heads, F32).reshape(groups, -1)

@@ -1,4 +1,4 @@
-"""The compressor: m tokens become one latent. Source: model.md §2.3, golden/README.md §6 "Compressor"."""
+"""The compressor: m tokens become one latent. Source: report §2.3, reference inference/model.py."""
 
 import numpy as np
 
@@ -35,8 +35,9 @@ def compress(x, start, kept, wkv, wgate, norm_weight, ratio, eps):
     Raises ValueError when `kept` is not exactly the open group before `start`.
     """
     expected = list(range(start - start % ratio, start))
-    if [position for position, _, _ in kept] != expected:
-        raise ValueError(f"kept holds positions {[row[0] for row in kept]} but the open group before {start} is {expected}.")
+    held = [position for position, _, _ in kept]
+    if held != expected:
+        raise ValueError(f"kept holds positions {held} but the open group before {start} is {expected}.")
     kept = list(kept)
     latents = []
     for offset, token in enumerate(np.asarray(x, F32)):

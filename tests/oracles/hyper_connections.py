@@ -1,4 +1,4 @@
-"""Single-pass hyper-connections. Source: model.md §7, golden/README.md §6 "Hyper-connections"."""
+"""Single-pass hyper-connections. Source: report §2.4.1, reference inference/model.py."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The indexer: scores, visibility, top-k and candidate blocks. Source: model.md §2.5 and §3, golden/README.md §6."""
+"""The indexer: scores, visibility, top-k and candidate blocks. Source: report §2.3.1 and §2.3.2."""
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def visible_counts(positions, ratio):
 
 
 def mask_scores(row, visible, candidates=None, block_size=0):
-    """Copy of row [N] with -inf at entries >= visible and, when candidates (block ids, -1 = none) is given, outside them."""
+    """Copy of row [N] with -inf at entries >= visible and outside candidates (block ids, -1 = none), if given."""
     out = np.array(row, F32)
     for n in range(len(out)):
         if n >= visible or (candidates is not None and n // block_size not in candidates):

@@ -1,4 +1,4 @@
-"""Mixture of experts. Source: model.md §7 "MoE", golden/README.md §6 "MoE"."""
+"""Mixture of experts. Source: report §4.2.1, reference inference/model.py."""
 
 import numpy as np
 
@@ -10,7 +10,8 @@ def gate(x, weight, bias, top_k, scoring, *, normalise=True, route_scale=1.0, te
 
     x: [E]; weight: [n, E]; bias: [n], used to choose only; scoring: "sqrtsoftplus", "sigmoid" or "softmax".
     Weights are the unbiased scores of the chosen, divided by (sum + 1e-20) when `normalise` and top_k > 1, times
-    route_scale. Returns (indices int32 [k], weights float32 [k]) by descending score + bias, lowest expert first on ties.
+    route_scale. Returns (indices int32 [k], weights float32 [k]) by descending score + bias; among equals the lowest
+    expert comes first.
     """
     logits = (np.asarray(weight, F32) @ np.asarray(x, F32)) / F32(temperature)
     raw = route_scores(logits, scoring)
@@ -33,7 +34,7 @@ def route_scores(logits, scoring):
             return F32(1.0) / (F32(1.0) + np.exp(-logits))
     if scoring == "sqrtsoftplus":
         # Identity above 20, like the released code's softplus; log1p keeps the far negative end above zero.
-        return np.array([np.sqrt(l if l > 20 else np.log1p(np.exp(l))) for l in logits], F32)
+        return np.array([np.sqrt(v if v > 20 else np.log1p(np.exp(v))) for v in logits], F32)
     raise ValueError(f"scoring={scoring!r} must be sqrtsoftplus, sigmoid or softmax.")
 
 

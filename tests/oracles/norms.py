@@ -1,4 +1,4 @@
-"""RMS normalisation. Source: golden/README.md §6 "Hyper-connections", last line."""
+"""RMS normalisation. Source: reference inference/model.py."""
 
 import numpy as np
 

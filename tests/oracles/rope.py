@@ -1,6 +1,6 @@
 """Rotary position embedding over adjacent pairs, with YaRN.
 
-Source: golden/README.md §6 "RoPE", report §2.3 (partial RoPE on the last dimensions of a head).
+Source: reference inference/model.py; no magnitude factor and no temperature go with YaRN.
 """
 
 import math
@@ -16,8 +16,7 @@ def frequencies(dim, base, yarn=None):
     dim: rotated width (even). base: RoPE theta.
     yarn: None for plain RoPE, else (factor, original_length, beta_fast, beta_slow).
 
-    The power is taken in double and rounded once, so each entry is the float32 nearest to base^(-2i/dim)'s definition
-    1 / float32(base^(2i/dim)).
+    Each is 1 / float32(base^(2i/dim)), the power taken in double from a float32 exponent and rounded once.
     """
     if dim % 2:
         raise ValueError(f"dim={dim} must be even: RoPE rotates pairs.")
@@ -29,7 +28,7 @@ def frequencies(dim, base, yarn=None):
 
     factor, original_length, beta_fast, beta_slow = yarn
     low = max(math.floor(_pair_with_rotations(beta_fast, dim, base, original_length)), 0)
-    # Clamped by dim - 1 although it is a pair index: the released code does so (golden/README.md §6).
+    # Clamped by dim - 1 although it is a pair index: the released code does so (reference inference/model.py).
     high = min(math.ceil(_pair_with_rotations(beta_slow, dim, base, original_length)), dim - 1)
     for i in range(dim // 2):
         ramp = F32(min(max(F32(i - low) / F32(max(high - low, 1e-3)), 0.0), 1.0))
@@ -43,7 +42,7 @@ def _pair_with_rotations(rotations, dim, base, original_length):
 
 
 def table_rows(positions, theta):
-    """Cosines and sines at given positions: two float32 [len(positions), len(theta)]. The angle is rounded to float32."""
+    """Cosines and sines at given positions: two float32 [positions, pairs]. The angle is rounded to float32."""
     cos = np.zeros((len(positions), len(theta)), F32)
     sin = np.zeros((len(positions), len(theta)), F32)
     for row, position in enumerate(positions):
