@@ -1,0 +1,83 @@
+"""The command line: spellings it takes, and one sentence with exit status 2 for what it refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsflash_jax import cli
+from dsflash_jax.shipped import config_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1M", 1048576), ("64k", 65536), ("890", 890), ("1,024", 1024), ("1_000", 1000)]
+)
+def test_counts(text, count):
+    assert cli.parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5M", "M", "1G", "ten"])
+def test_other_counts_are_refused(text):
+    with pytest.raises(ValueError, match="context="):
+        cli.parse_count(text)
+
+
+def test_formats():
+    assert cli.parse_formats("") is None
+    assert cli.parse_formats("main=bf16, window=fp32") == {"main": "bf16", "window": "fp32"}
+
+
+@pytest.mark.parametrize("text", ["bf16", "main=", "main", "other=bf16", "main=bf16,main=fp32", "main=bf16,"])
+def test_other_formats_are_refused(text):
+    with pytest.raises(ValueError, match="format="):
+        cli.parse_formats(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["roles", "no_such_config"], "no_such_config"),
+        (["kv", "configs/v41_flash.json", "--context", "many"], "many"),
+        (["kv", "configs/v41_flash.json", "--format", "main=nonsense"], "nonsense"),
+        (["kv", "README.md"], "README.md"),
+        (["run", "compress-ratio", "--quick", "--full"], "--full"),
+        (["run", "compress-ratio", "--devices", "0"], "devices=0"),
+        (["run", "no-such-study"], "no-such-study"),
+        (["parity", "no/such/folder"], "no/such/folder"),
+        (["generate", "--checkpoint", "no/such/folder", "--prompt", "x"], "no/such/folder"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments, word, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("dsflash: ") and word in printed.err
+    assert printed.err.count("\n") == 1 and "Traceback" not in printed.err
+
+
+def test_traceback_is_shown_when_asked_for():
+    with pytest.raises(FileNotFoundError, match="no_such_config"):
+        cli.main(["--traceback", "roles", "no_such_config"])
+
+
+def test_an_unknown_sub_command_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["rolls"])
+    assert stopped.value.code == 2
+    assert all(name in capsys.readouterr().err for name in cli.COMMANDS)
+
+
+def test_shipped_configurations_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_path("v41_flash").name == "v41_flash.json"
+    (tmp_path / "v41_flash").write_text("{}")  # a file of that name goes first
+    assert config_path("v41_flash") == Path("v41_flash")
+
+
+def test_the_command_and_the_list_of_studies_do_not_import_jax():
+    program = "import sys\nfrom dsflash_jax.cli import main\nmain(['list'])\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, timeout=60)

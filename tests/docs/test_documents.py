@@ -1,0 +1,104 @@
+"""The documents keep their promises that a machine can check."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dsflash_jax import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md")])
+README = (ROOT / "README.md").read_text()
+# Folders that exist on somebody's machine, never in this repository.
+MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:work|opt|tmp|home|root|Users|mnt|var|etc|usr)/\S*")
+
+
+def fenced_lines(text: str) -> list[str]:
+    """Lines inside fenced blocks."""
+    return [line for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+
+
+def machine_paths(text: str) -> list[str]:
+    """Absolute paths that name a folder of one machine."""
+    return MACHINE_PATH.findall(text)
+
+
+def broken_links(document: Path) -> list[str]:
+    """Relative link and image targets of a document that are not files or folders beside it."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
+    local = [target.split("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
+    return [target for target in local if not (document.parent / target).exists()]
+
+
+def test_readme_gives_exactly_the_two_setup_commands():
+    setup = [line for line in fenced_lines(README) if line.startswith("pip install")]
+    assert setup == ["pip install -e . && dsflash run compress-ratio", "pip install -e '.[test]' && pytest"]
+
+
+def test_readme_commands_are_sub_commands():
+    named = re.findall(r"\bdsflash ([a-z-]+)", README)
+    assert set(named) <= set(cli.COMMANDS)
+    assert set(cli.COMMANDS) <= {*named}, "a sub-command is not mentioned in the README"
+
+
+@pytest.mark.parametrize("line", sorted(set(re.findall(r"`dsflash ([^`]+)`", README))))
+def test_readme_options_are_accepted(line, capsys):
+    command, *words = shlex.split(line)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, "--help"])
+    assert stopped.value.code == 0
+    accepted = capsys.readouterr().out
+    assert [word for word in words if word.startswith("--") and word not in accepted] == []
+
+
+def test_readme_files_exist():
+    named = re.findall(r"`((?:configs|tests|experiments|dsflash_jax|docs)/[\w./-]+)`", README)
+    named += re.findall(r"\b((?:configs|tests)/[\w./-]+\w)", README)
+    missing = [name for name in named if not (ROOT / name).exists() and not name.startswith("experiments/results")]
+    assert named and missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_relative_links_resolve(document):
+    assert broken_links(document) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "there.md").write_text("")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md) [b](there.md#part) [c](gone.md) [d](https://example.org) ![e](figures/no.png)")
+    assert broken_links(page) == ["gone.md", "figures/no.png"]
+
+
+def committed_text_files() -> list[Path]:
+    """Tracked text files, or all candidates where there is no git (a source archive)."""
+    suffixes = {".md", ".toml", ".txt", ".json", ".jsonl", ".py", ".yaml", ".svg"}
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        paths = [ROOT / name for name in listed.splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        paths = list(ROOT.rglob("*"))
+    return [path for path in paths if path.is_file() and path.suffix in suffixes]
+
+
+def test_no_committed_text_names_a_path_of_one_machine():
+    found = {
+        path.relative_to(ROOT).as_posix(): paths
+        for path in committed_text_files()
+        if (paths := machine_paths(path.read_text(errors="replace")))
+    }
+    found.pop(Path(__file__).relative_to(ROOT).as_posix(), None)  # holds the examples below
+    assert found == {}
+
+
+@pytest.mark.parametrize("text", ["see /work/main/x", "`/home/me/data`", "(/tmp/out)", "at /opt/venv/bin/python"])
+def test_a_machine_path_is_found(text):
+    assert machine_paths(text)
+
+
+@pytest.mark.parametrize("text", ["and/or", "https://a.org/home/x", "docs/work/x", "tokens/s", "../tmp/x"])
+def test_other_slashes_are_not_machine_paths(text):
+    assert machine_paths(text) == []
