@@ -63,7 +63,8 @@ def roles(config: Config) -> int:
     from dsflash_jax.roles import roles_table
 
     rows = roles_table(ModelConfig.from_json(config_path(config)))
-    _print_table(f"Layer roles of {config.stem}", [{"layer": row["layer"], "label": row["label"], **row} for row in rows])
+    first = ("layer", "label")
+    _print_table(f"Layer roles of {config.stem}", [{**{key: row[key] for key in first}, **row} for row in rows])
     return 0
 
 
