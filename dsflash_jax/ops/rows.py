@@ -1,4 +1,4 @@
-"""Pages of bytes, and reading and writing packed rows in them by (page, byte offset)."""
+"""Arenas are pages of bytes uint8[P, page_bytes]: reading and writing packed rows in them by (page, byte offset)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,154 @@
+"""One transformer layer on the ragged step: reads and writes the caches, hands its selection down as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dsflash_jax.cache.layout import Member, cache_layout
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.attention import Attention, Rope
+from dsflash_jax.modules.selection import select, table_entries
+from dsflash_jax.modules.step_index import Tiles, completing_rows, history_index
+from dsflash_jax.ops.compressor import pool
+from dsflash_jax.ops.rope import apply_rope
+from dsflash_jax.ops.rows import read_bytes, write_bytes
+from dsflash_jax.ops.sparse_attention import RowSource, TableSource, sparse_attention
+from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """A step with what all its layers share. `ropes` holds (cos, sin) tables by name."""
+
+    step: StepInfo
+    tiles: Tiles
+    ropes: dict[str, Rope]
+
+    def rope(self, name: str, positions: jax.Array) -> Rope:
+        """Table rows at `positions` (negative positions read row 0; such rows are never used)."""
+        cos, sin = self.ropes[name]
+        index = jnp.maximum(positions, 0)
+        return cos[index], sin[index]
+
+
+def attention_step(
+    attn: Attention,
+    x: jax.Array,
+    context: StepContext,
+    cache: ModelCache,
+    published: Published,
+    capture: dict | None = None,
+) -> tuple[jax.Array, ModelCache, Published]:
+    """Attention of one layer for the rows x [T, d] (after attn_norm).
+
+    New rows are packed before anything reads them, so a row reads the same in the call that wrote it and later.
+    """
+    role, cfg, step = attn.role, attn.cfg, context.step
+    rope = context.rope(role.rope, step.positions)
+    q, qr = attn.query(x, rope)
+    window, cache = _window(attn, x, rope, context, cache)
+    sources: list[RowSource | TableSource] = [window]
+    if role.owns_kv:
+        cache = _insert_entries(attn, x, context, cache)
+    if role.indexes:
+        index_query = attn.indexer.query(x, qr, rope)
+        published = select(index_query, published, step, context.tiles, cache.pages, role, cfg, capture)
+    if role.ratio:
+        sources.append(_main_source(published.selection_TxK, step, cache.pages, role.kv_source, cfg))
+    out = sparse_attention(q, sources, attn.attn_sink[...], scale=attn.scale, scratch_bytes=cfg.scratch_bytes)
+    if capture is not None and role.ratio:
+        capture["selection"] = published.selection_TxK
+        capture["candidates"] = published.candidates_TxC
+    return attn.output(out, rope), cache, published
+
+
+def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cache: ModelCache):
+    """Window rows as a table of old ring rows and this step's rows, and the ring with the new rows written.
+
+    The old rows are read before the ring is written: a chunk longer than the ring would overwrite them.
+    """
+    cfg, step = attn.cfg, context.step
+    member = cache_layout(cfg).ring[attn.role.layer]
+    history = cfg.sliding_window - 1
+    fresh = member.format.pack(attn.window_latent(x, rope))
+    old_position = step.start[:, None] - history + jnp.arange(history)
+    old_offset = member.offset + old_position % member.rows_per_page * member.row_bytes
+    slot = jnp.broadcast_to(step.slot[:, None], old_position.shape)
+    old = read_bytes(cache.ring, slot, old_offset, member.row_bytes)
+    packed = jnp.concatenate([old.reshape(-1, member.row_bytes), fresh])
+    table = member.format.unpack(packed, member.width)
+    wanted = step.positions[:, None] - history + jnp.arange(cfg.sliding_window)
+    rows_seq = step.row_to_seq[:, None]
+    index = history_index(step, rows_seq, wanted, history)
+    index = jnp.where((wanted >= step.replay_start[rows_seq]) & (step.positions >= 0)[:, None], index, -1)
+    # Only the last `rows_per_page` rows of a sequence are written: earlier ones would share their addresses.
+    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - member.rows_per_page)
+    page = jnp.where(keep, step.slot[step.row_to_seq], -1)
+    offset = member.offset + jnp.maximum(step.positions, 0) % member.rows_per_page * member.row_bytes
+    return TableSource(table, index), dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, fresh))
+
+
+def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: ModelCache) -> ModelCache:
+    """Pools the groups that this step completes and writes their main and index rows; keeps the open group's rows."""
+    role, cfg, step = attn.role, attn.cfg, context.step
+    done = completing_rows(step, role.ratio)
+    row = jnp.maximum(done, 0)
+    position = jnp.where(done >= 0, step.positions[row], -1)
+    if role.ratio == 1:
+        latent = attn.compressor.norm(attn.compressor.wkv(x))
+    else:
+        latent, cache = _pool_groups(attn, x, row, position, context, cache)
+    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (model.md §2.4)
+    rows = {"main": apply_rope(latent, *rope), "index": attn.indexer.key(latent, rope)}
+    seq = step.row_to_seq[row]
+    entry = jnp.where(position >= step.write_floor[seq], position // role.ratio, -1)
+    pages = cache.pages
+    for kind, values in rows.items():
+        member = cache_layout(cfg).member(role.layer, kind)
+        page, offset = member.address(step.block_tables[GLOBAL_GROUP][seq], entry[:, None])
+        pages = write_bytes(pages, page[:, 0], offset[:, 0], member.format.pack(values))
+    return dataclasses.replace(cache, pages=pages)
+
+
+def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Array, context: StepContext, cache: ModelCache):
+    """(latents [G, D] in x's dtype, cache with this step's un-pooled rows stored), for ratio > 1."""
+    role, cfg, step = attn.role, attn.cfg, context.step
+    layout = cache_layout(cfg)
+    owner, history, kept = layout.state_owners.index(role.layer), role.ratio - 1, layout.state_rows
+    fresh = attn.compressor.rows(x)
+    old_position = step.start[:, None] - history + jnp.arange(history)
+    old = cache.state[jnp.maximum(step.slot, 0)[:, None], owner, old_position % kept]
+    table = jnp.concatenate([old.reshape(-1, fresh.shape[-1]), fresh])
+    members = position[:, None] - history + jnp.arange(role.ratio)
+    index = history_index(step, step.row_to_seq[row][:, None], members, history)
+    values, gate = jnp.split(table[jnp.maximum(index, 0)], 2, axis=-1)
+    latent = attn.compressor.norm(pool(values, gate).astype(x.dtype))
+    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - kept)
+    slot = jnp.where(keep, step.slot[step.row_to_seq], cache.state.shape[0])
+    state = cache.state.at[slot, owner, jnp.maximum(step.positions, 0) % kept].set(fresh, mode="drop")
+    return latent, dataclasses.replace(cache, state=state)
+
+
+def _main_source(selection: jax.Array, step: StepInfo, pages: jax.Array, kv_source: int, cfg: ModelConfig):
+    """The selected main rows: unpacked once into a table when they are read more often than there are rows."""
+    member = cache_layout(cfg).member(kv_source, "main")
+    tables = step.block_tables[GLOBAL_GROUP]
+    entries = table_entries(step, member)
+    rows, picks = selection.shape
+    table_bytes = 4 * step.num_seqs * entries * member.width
+    if rows * picks < step.num_seqs * entries or table_bytes > cfg.scratch_bytes:
+        page, offset = member.address(tables[step.row_to_seq], selection)
+        return RowSource(pages, page, offset, member.format, member.width)
+    index = jnp.where(selection >= 0, step.row_to_seq[:, None] * entries + selection, -1)
+    return TableSource(_unpack_tables(tables, pages, member), index)
+
+
+def _unpack_tables(tables: jax.Array, pages: jax.Array, member: Member) -> jax.Array:
+    """All rows of `member` reachable through block tables [S, P]: float32[S * P * rows_per_page, D]."""
+    packed = read_bytes(pages, tables, jnp.full_like(tables, member.offset), member.nbytes)
+    return member.format.unpack(packed.reshape(-1, member.row_bytes), member.width)

@@ -1,0 +1,74 @@
+"""Feed-forward part of a layer: gate, routed experts, one shared expert."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.linear import Linear
+from dsflash_jax.ops.moe import expert, route, routed_experts, routed_experts_all
+
+
+class Gate(nnx.Module):
+    """Router weight [E, d] and the selection bias [E]."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        weight = jax.random.normal(rngs.params(), (cfg.n_routed_experts, cfg.hidden_size)) * cfg.hidden_size**-0.5
+        self.weight = nnx.Param(weight)
+        self.bias = nnx.Param(jnp.zeros((cfg.n_routed_experts,), jnp.float32))
+
+
+class Stacked(nnx.Module):
+    """One released tensor per expert, stacked on a leading expert axis: [E, out, in]."""
+
+    def __init__(self, count: int, in_width: int, out_width: int, rngs: nnx.Rngs):
+        self.weight = nnx.Param(in_width**-0.5 * jax.random.normal(rngs.params(), (count, out_width, in_width)))
+
+
+class Experts(nnx.Module):
+    """All routed experts of a layer."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        count, d, f = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
+        self.w1, self.w3 = Stacked(count, d, f, rngs), Stacked(count, d, f, rngs)
+        self.w2 = Stacked(count, f, d, rngs)
+
+    def weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(w1, w2, w3)."""
+        return self.w1.weight[...], self.w2.weight[...], self.w3.weight[...]
+
+
+class SharedExpert(nnx.Module):
+    """The expert every token passes."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        d, f = cfg.hidden_size, cfg.moe_intermediate_size
+        self.w1, self.w3 = Linear(d, f, rngs=rngs), Linear(d, f, rngs=rngs)
+        self.w2 = Linear(f, d, rngs=rngs)
+
+
+class MoE(nnx.Module):
+    """Shared expert plus the chosen routed experts, summed in float32 (model.md §7)."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.gate = Gate(cfg, rngs)
+        self.experts = Experts(cfg, rngs)
+        self.shared_experts = SharedExpert(cfg, rngs)
+
+    def __call__(self, x: jax.Array, capture: dict | None = None, training: bool = False) -> jax.Array:
+        """x [T, d] -> [T, d]. `training` runs every expert densely, whose gradient is cheap for few small experts."""
+        cfg = self.cfg
+        weights, chosen = route(
+            x, self.gate.weight[...], self.gate.bias[...], k=cfg.num_experts_per_tok, scoring_func=cfg.scoring_func,
+            temp=cfg.gate_temp, normalise=cfg.norm_topk_prob, scale=cfg.routed_scaling_factor,
+        )  # fmt: skip
+        if capture is not None:
+            capture["gate_weights"], capture["gate_indices"] = weights, chosen
+        run = routed_experts_all if training else routed_experts
+        routed = run(x, weights, chosen, *self.experts.weights(), cfg.swiglu_limit)
+        shared = self.shared_experts
+        common = expert(x, shared.w1.weight[...], shared.w2.weight[...], shared.w3.weight[...], cfg.swiglu_limit)
+        return (routed + common.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,147 @@
+"""Selecting global entries for the query rows of a ragged step, reading packed index keys from the pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsflash_jax.cache.layout import Member, cache_layout
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.step_index import Tiles
+from dsflash_jax.ops.compressor import visible_entries
+from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
+from dsflash_jax.ops.rows import read_bytes, read_rows
+from dsflash_jax.ops.topk import select_topk
+from dsflash_jax.roles import LayerRole, kv_owners
+from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
+
+
+class Query(NamedTuple):
+    """Indexer queries of a layer: q [T, H, D] (rounded like the keys) and signed weights [T, H], float32."""
+
+    q: jax.Array
+    weights: jax.Array
+
+
+def table_entries(step: StepInfo, member: Member) -> int:
+    """Entries a block table of this step can address, static."""
+    return step.block_tables[GLOBAL_GROUP].shape[1] * member.rows_per_page
+
+
+def tile_rows(step: StepInfo, cfg: ModelConfig) -> int:
+    """Query rows per tile: the mean rows per sequence, bounded so that one tile's scores fit the scratch budget."""
+    entries = max((table_entries(step, m) for m in cache_layout(cfg).members), default=1)
+    share = max(1, step.num_rows // step.num_seqs)
+    budget = max(1, cfg.scratch_bytes // (4 * entries * (cfg.index_n_heads + 4)))
+    return min(1 << (share - 1).bit_length(), 1 << (budget.bit_length() - 1), 128)
+
+
+def select(
+    query: Query,
+    published: Published,
+    step: StepInfo,
+    tiles: Tiles,
+    pages: jax.Array,
+    role: LayerRole,
+    cfg: ModelConfig,
+    capture: dict | None = None,
+) -> Published:
+    """Fresh top-k of an index source, with the candidate pool built or read as the layer's role says."""
+    width = table_entries(step, cache_layout(cfg).member(role.kv_source, "index"))
+    pool = published.candidates_TxC if role.reads_candidates else None
+    one = functools.partial(_select_tile, query, pool, step, pages, role, cfg, width, capture is not None)
+    if tiles.seq.shape[0] == 1:
+        results = jax.tree.map(lambda x: x[None], one((tiles.rows[0], tiles.seq[0])))
+    else:
+        results = lax.map(one, (tiles.rows, tiles.seq))
+    flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[tiles.place], results)
+    live = (step.positions >= 0)[:, None]
+    selection, candidates, scores = jax.tree.map(lambda x: jnp.where(live, x, -1), flat)
+    if capture is not None:
+        capture["index_score"] = scores
+    return Published(selection, candidates if role.builds_candidates else published.candidates_TxC)
+
+
+def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
+    rows, seq = tile
+    row = jnp.maximum(rows, 0)
+    positions = jnp.where(rows >= 0, step.positions[row], -1)
+    visible = visible_entries(positions, role.ratio)
+    q, weights = query.q[row], query.weights[row]
+    table_row = step.block_tables[GLOBAL_GROUP][seq]
+    member = cache_layout(cfg).member(role.kv_source, "index")
+    blocks = None if pool is None else pool[row]
+    if blocks is not None and not keep_scores and rows.shape[0] * blocks.shape[1] * cfg.candidate_block_size < width:
+        return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
+    scores = _table_scores(q, weights, pages, table_row, member, cfg)
+    if cfg.stale_index_keys:
+        scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
+    scores = mask_invisible(scores, visible)
+    if blocks is not None:
+        scores = jnp.where(block_mask(blocks, width, cfg.candidate_block_size), scores, -jnp.inf)
+    candidates = None
+    if role.builds_candidates:
+        candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
+    return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+
+def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:
+    """Scores of every entry of one block table: float32[B, P * rows_per_page], keys unpacked chunk by chunk."""
+    per_page = 4 * member.rows_per_page * (q.shape[0] * (cfg.index_n_heads + 1) + 2 * member.width)
+    num_pages = table_row.shape[0]
+    chunk = max(1, min(num_pages, cfg.scratch_bytes // per_page))
+
+    def one(chunk_pages: jax.Array) -> jax.Array:
+        packed = read_bytes(pages, chunk_pages, jnp.full_like(chunk_pages, member.offset), member.nbytes)
+        packed = packed.reshape(-1, member.row_bytes)
+        keys = member.format.unpack(packed, member.width)
+        return index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
+
+    if chunk == num_pages:
+        return one(table_row)
+    chunks = -(-num_pages // chunk)
+    padded = jnp.pad(table_row, (0, chunks * chunk - num_pages), constant_values=-1).reshape(chunks, chunk)
+    scores = jnp.moveaxis(lax.map(one, padded), 0, 1)
+    return scores.reshape(q.shape[0], -1)[:, : num_pages * member.rows_per_page]
+
+
+def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:
+    """Top-k among the entries of the candidate blocks only; reads just those keys."""
+    entries = block_entries(blocks, cfg.candidate_block_size)
+    entries = jnp.where(entries < visible[:, None], entries, -1)
+    page, offset = member.address(jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
+    keys = read_rows(pages, page, offset, member.format, member.width)
+    scores = index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
+    picked = select_topk(jnp.where(entries >= 0, scores, -jnp.inf), cfg.index_topk)
+    return jnp.where(picked >= 0, jnp.take_along_axis(entries, jnp.maximum(picked, 0), axis=-1), -1)
+
+
+def _stale_scores(scores, q, weights, positions, start, pages, table_row, role: LayerRole, cfg: ModelConfig):
+    """Replaces the scores of decode rows with an open group by those against the last published foreign keys.
+
+    The released code refreshes one shared key slot only when a group completes (golden numerics "Stale index keys").
+    """
+    width = scores.shape[1]
+    undecided = (start > 0) & ((positions + 1) % role.ratio != 0)
+    for owner, condition in _publishers(role, positions, cfg):
+        member = cache_layout(cfg).member(owner, "index")
+        foreign = _table_scores(q, weights, pages, table_row, member, cfg)[:, :width]
+        foreign = jnp.pad(foreign, ((0, 0), (0, width - foreign.shape[1])), constant_values=-jnp.inf)
+        take = undecided & condition
+        scores = jnp.where(take[:, None], foreign, scores)
+        undecided = undecided & ~condition
+    return scores
+
+
+def _publishers(role: LayerRole, positions: jax.Array, cfg: ModelConfig):
+    """(owner layer, whether it published) from the most recent publisher backwards: this token, then earlier ones."""
+    owners = kv_owners(cfg)
+    for owner in reversed([o for o in owners if o.layer < role.kv_source]):
+        yield owner.layer, (positions + 1) % owner.ratio == 0
+    for back in range(1, max(o.ratio for o in owners) + 1):
+        for owner in reversed(owners):
+            yield owner.layer, (positions + 1 - back) % owner.ratio == 0

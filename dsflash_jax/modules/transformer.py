@@ -1,0 +1,158 @@
+"""The text backbone: embedding, layers on residual streams, final norm and head."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.attention import Attention
+from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial_streams, run_sublayer
+from dsflash_jax.modules.layer import StepContext, attention_step
+from dsflash_jax.modules.linear import Buffer, Linear, RMSNorm
+from dsflash_jax.modules.moe import MoE
+from dsflash_jax.modules.selection import tile_rows
+from dsflash_jax.modules.step_index import make_tiles
+from dsflash_jax.ops.hyper_connections import collapse
+from dsflash_jax.ops.rope import model_tables
+from dsflash_jax.roles import LayerRole, layer_roles
+from dsflash_jax.types import Published, StepInfo
+
+
+class Table(nnx.Module):
+    """A weight matrix looked up by row."""
+
+    def __init__(self, rows: int, width: int, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (rows, width)))
+
+
+class RopeTable(nnx.Module):
+    """cos and sin of one RoPE policy, float32[max positions, width / 2]."""
+
+    def __init__(self, cos: jax.Array, sin: jax.Array):
+        self.cos, self.sin = Buffer(jnp.asarray(cos)), Buffer(jnp.asarray(sin))
+
+
+class Freqs(nnx.Module):
+    """The two RoPE tables of a model."""
+
+    def __init__(self, cfg: ModelConfig):
+        tables = model_tables(cfg)
+        self.swa = RopeTable(**tables["swa"])
+        self.compressed = RopeTable(**tables["compressed"])
+
+    def by_name(self) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Table name -> (cos, sin)."""
+        return {name: (t.cos[...], t.sin[...]) for name, t in (("swa", self.swa), ("compressed", self.compressed))}
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward around the residual streams. Names are the released tensor names."""
+
+    def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.attn = Attention(cfg, role, rngs)
+        self.ffn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.ffn = MoE(cfg, rngs)
+        self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = init_hyper_connection(cfg, rngs)
+        self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = init_hyper_connection(cfg, rngs)
+
+    def hc_attn(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(fn, base, scale) of the attention sub-layer."""
+        return self.hc_attn_fn[...], self.hc_attn_base[...], self.hc_attn_scale[...]
+
+    def hc_ffn(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(fn, base, scale) of the feed-forward sub-layer."""
+        return self.hc_ffn_fn[...], self.hc_ffn_base[...], self.hc_ffn_scale[...]
+
+
+class Transformer(nnx.Module):
+    """All parameters of the backbone. `__call__` is the ragged step; training uses `whole_sequence.py`."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.embed = Table(cfg.vocab_size, cfg.hidden_size, rngs)
+        self.layers = nnx.List([Layer(cfg, role, rngs) for role in layer_roles(cfg)])
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.head = Linear(cfg.hidden_size, cfg.vocab_size, rngs=rngs)
+        self.freqs = Freqs(cfg)
+        if cfg.token_shift:
+            self.token_shift = nnx.Param(jnp.zeros((cfg.hidden_size,), jnp.float32))
+
+    def embed_tokens(self, tokens: jax.Array, previous: jax.Array) -> jax.Array:
+        """Embeddings [..., d] in the compute dtype; `previous` [...] (-1 = none) is used by the token shift only."""
+        x = self.embed.weight[jnp.maximum(tokens, 0)]
+        if self.cfg.token_shift:
+            shifted = jnp.where((previous >= 0)[..., None], self.embed.weight[jnp.maximum(previous, 0)], 0.0)
+            x = x + self.token_shift[...] * shifted
+        return x.astype(self.cfg.dtype)
+
+    def logits(self, streams: jax.Array, pre: jax.Array, capture: dict | None = None) -> jax.Array:
+        """Float32 logits [..., V]: the streams are collapsed with the last sub-layer's `pre`."""
+        hidden = self.norm(collapse(streams, pre))
+        if capture is not None:
+            capture["final_normed"] = hidden
+        return self.head.f32(hidden)
+
+    def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
+        """Runs the step: (float32 logits, cache).
+
+        `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]. `captures`, when given, receives one
+        dict of intermediate arrays per layer and a final one.
+        """
+        before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), step.tokens[:-1]])
+        at_start = step.positions == step.start[step.row_to_seq]
+        previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)
+        streams, pre = initial_streams(self.embed_tokens(step.tokens, previous), self.cfg)
+        context = StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name())
+        published = Published(None, None)
+        for layer in self.layers:
+            capture = None if captures is None else {}
+            streams, pre, cache, published = _run_layer(layer, streams, pre, context, cache, published, capture)
+            if captures is not None:
+                captures.append(capture)
+        final = None if captures is None else {}
+        if logits == "last":
+            row = jnp.maximum(step.last_row, 0)
+            streams, pre = streams[row], pre[row]
+        out = self.logits(streams, pre, final)
+        if captures is not None:
+            captures.append(final)
+        return out, cache
+
+
+def _run_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCache, published: Published, capture):
+    cfg = layer.attn.cfg
+
+    def attention(x: jax.Array) -> jax.Array:
+        nonlocal cache, published
+        x = layer.attn_norm(x)
+        out, cache, published = attention_step(layer.attn, x, context, cache, published, capture)
+        _record(capture, attn_in=x, attn_out=out)
+        return out
+
+    def feed_forward(x: jax.Array) -> jax.Array:
+        x = layer.ffn_norm(x)
+        out = layer.ffn(x, capture)
+        _record(capture, ffn_in=x, ffn_out=out)
+        return out
+
+    streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
+    streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
+    _record(capture, h_out=streams, pre_mix_out=pre)
+    return streams, pre, cache, published
+
+
+def _record(capture: dict | None, **arrays: jax.Array) -> None:
+    if capture is not None:
+        capture |= arrays
+
+
+def commit_lengths(cache: ModelCache, slot: jax.Array, length: jax.Array) -> ModelCache:
+    """Sets committed lengths [S] of slots [S]; slot -1 writes nothing."""
+    index = jnp.where(slot < 0, cache.length.shape[0], slot)
+    return dataclasses.replace(cache, length=cache.length.at[index].set(length, mode="drop"))

@@ -1,0 +1,106 @@
+"""Mixture of experts: gate and routed experts (model.md §7; golden numerics "MoE")."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsflash_jax.ops.linear import linear, linear_f32
+from dsflash_jax.ops.topk import canonical
+
+
+def gate_scores(logits: jax.Array, scoring_func: str) -> jax.Array:
+    """Expert scores from float32 logits [T, E]: softmax, sigmoid, or sqrt(softplus)."""
+    if scoring_func == "softmax":
+        return jax.nn.softmax(logits, axis=-1)
+    if scoring_func == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    if scoring_func != "sqrtsoftplus":
+        raise ValueError(f"scoring_func={scoring_func!r} is not one of softmax, sigmoid, sqrtsoftplus.")
+    # softplus underflows to 0 far below zero, where sqrt has no finite gradient; the floor keeps both finite.
+    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), jnp.finfo(jnp.float32).tiny))
+
+
+def route(
+    x: jax.Array, weight: jax.Array, bias: jax.Array, *, k: int, scoring_func: str, temp: float, normalise: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses k experts per row: (weights float32[T, k], experts int32[T, k], best first).
+
+    `bias` [E] takes part in the choice only; weights come from the unbiased scores. Float32 throughout.
+    """
+    scores = gate_scores(linear_f32(x.astype(jnp.float32), weight.astype(jnp.float32)) / temp, scoring_func)
+    _, experts = lax.top_k(canonical(scores + bias), k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if normalise and k > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return weights * scale, experts
+
+
+def swiglu(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
+    """silu(gate) * up in float32; up clamped to +-limit, gate only from above; limit 0 means no clamp."""
+    up, gate = up.astype(jnp.float32), gate.astype(jnp.float32)
+    if limit > 0:
+        up, gate = jnp.clip(up, -limit, limit), jnp.minimum(gate, limit)
+    return jax.nn.silu(gate) * up
+
+
+def expert(x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float, route_weight: jax.Array | None = None):
+    """One SwiGLU expert on x [..., d]; `route_weight` [...] multiplies before w2, as in the reference."""
+    hidden = swiglu(linear(x, w3), linear(x, w1), limit)
+    if route_weight is not None:
+        hidden = hidden * route_weight[..., None]
+    return linear(hidden.astype(x.dtype), w2)
+
+
+def routed_experts_all(
+    x: jax.Array, weights: jax.Array, experts: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float
+) -> jax.Array:
+    """Every expert on every row, unchosen ones weighted 0: float32[T, d]. For training with few small experts:
+    its gradient needs no scatter into the stacked weights w1, w3 [E, f, d] and w2 [E, d, f]."""
+    count = w1.shape[0]
+    dense = jnp.sum(jax.nn.one_hot(experts, count) * weights[..., None], axis=-2)
+    out = jax.vmap(lambda a, b, c, w: expert(x, a, b, c, limit, w))(w1, w2, w3, dense.T)
+    return jnp.sum(out.astype(jnp.float32), axis=0)
+
+
+def routed_experts(
+    x: jax.Array, weights: jax.Array, experts: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float
+) -> jax.Array:
+    """Chosen experts only: x [T, d], weights and experts [T, k] -> float32[T, d].
+
+    Rows are sorted by expert and padded to blocks of one expert each, one dense product per block; no row is dropped.
+    """
+    rows, k = experts.shape
+    count = w1.shape[0]
+    block = _block_rows(rows * k, count)
+    num_blocks = -(-rows * k // block) + (0 if block == 1 else count - 1)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    counts = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
+    blocks_of = -(-counts // block)
+    first_block = jnp.cumsum(blocks_of) - blocks_of
+    rank = jnp.arange(rows * k) - (jnp.cumsum(counts) - counts)[flat[order]]
+    place = first_block[flat[order]] * block + rank
+    pair = jnp.full(num_blocks * block, -1).at[place].set(order).reshape(num_blocks, block)
+    owner = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(num_blocks), side="right")
+    owner = jnp.minimum(owner, count - 1)
+
+    def one(args):
+        pairs, e = args
+        live = pairs >= 0
+        source = jnp.maximum(pairs, 0)
+        gain = jnp.where(live, weights.reshape(-1)[source], 0.0)
+        picked = [lax.dynamic_index_in_dim(w, e, 0, keepdims=False) for w in (w1, w2, w3)]
+        return expert(x[source // k], *picked, limit, gain)
+
+    out = lax.map(one, (pair, owner)).reshape(num_blocks * block, -1)
+    back = jnp.zeros(rows * k, jnp.int32).at[order].set(place)
+    return jnp.sum(out[back].astype(jnp.float32).reshape(rows, k, -1), axis=1)
+
+
+def _block_rows(pairs: int, experts: int) -> int:
+    """Rows per block: 1 while there are few pairs (decode), else about one expert's share, at most 128."""
+    if pairs <= 2 * experts:
+        return 1
+    return min(128, max(8, 1 << (pairs // experts - 1).bit_length()))

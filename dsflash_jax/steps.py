@@ -1,0 +1,106 @@
+"""The step functions: forward for training, and prefill, decode, verify and commit on functional caches.
+
+All are jitted with the config static and the cache donated: a call takes a cache and returns a cache. Jitted code
+never raises; `batch.py` validates on the host before dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.transformer import Transformer, commit_lengths
+from dsflash_jax.modules.whole_sequence import Flags, ForwardOutput, whole_sequence
+from dsflash_jax.types import StepInfo
+
+Params = dict[str, Any]  # nested dict of arrays; keys are released tensor names
+
+
+@functools.lru_cache(maxsize=32)
+def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+    """Structure and abstract state of a model of `cfg`; nothing is allocated."""
+    if cfg.engram_layer_ids:
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} must be empty: the n-gram memory is not built yet.")
+    return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0))))
+
+
+def init_params(cfg: ModelConfig, seed: int = 0) -> Params:
+    """Random parameters (and RoPE tables under "freqs") as a nested dict; equal for equal (cfg, seed)."""
+    _graph(cfg)
+    return nnx.to_pure_dict(nnx.state(Transformer(cfg, nnx.Rngs(seed))))
+
+
+def abstract_params(cfg: ModelConfig) -> Params:
+    """Shapes and dtypes of `init_params`, nothing allocated."""
+    return nnx.to_pure_dict(_graph(cfg)[1])
+
+
+def bind(params: Params, cfg: ModelConfig) -> Transformer:
+    """The model of `cfg` holding `params`; for use inside traced functions."""
+    graph, abstract = _graph(cfg)
+    state = jax.tree.map(lambda x: x, abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    cfg: ModelConfig,
+    *,
+    dense: jax.Array | bool = False,
+    use_global: jax.Array | bool = True,
+    indexer_target: str = "served",
+) -> ForwardOutput:
+    """Whole sequences int32[B, T] from position 0, differentiable; see `modules/whole_sequence.py`. Not jitted itself.
+
+    `dense` and `use_global` may be traced booleans. Raises ValueError for an unknown `indexer_target`.
+    """
+    if indexer_target not in ("served", "own"):
+        raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
+    flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
+    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "logits"), donate_argnames=("cache",))
+def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, logits: str, advance: jax.Array):
+    out, cache = bind(params, cfg)(step, cache, logits)
+    length = jax.numpy.where(advance, step.length, step.start)
+    return out, commit_lengths(cache, step.slot, length)
+
+
+def prefill(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
+    """A chunk (or whole prompt) per sequence: (logits [S, V] of each sequence's last row, cache). Any chunking."""
+    return _step(params, cache, step, cfg, "last", True)
+
+
+def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
+    """One token per sequence: (logits [S, V], cache). The same ragged step as `prefill` with one row each."""
+    return _step(params, cache, step, cfg, "last", True)
+
+
+def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
+    """k rows per sequence, logits of all [T, V]; lengths stay at `start` until `commit`.
+
+    At most num_draft_tokens + 1 rows per sequence can be rolled back.
+    """
+    return _step(params, cache, step, cfg, "all", False)
+
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCache:
+    """Accepts the first accepted[S] rows of a verified step. Only lengths move: later rows are never read."""
+    return commit_lengths(cache, step.slot, step.start + accepted)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",))
+def trace_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig):
+    """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one)."""
+    captures: list[dict] = []
+    out, cache = bind(params, cfg)(step, cache, "all", captures)
+    return out, commit_lengths(cache, step.slot, step.length), captures
