@@ -19,6 +19,7 @@ FLOAT32_BIAS = 127
 MAGNITUDE_MASK = 0x7FFFFFFF
 SMALLEST_NORMAL_BITS = 1 << FLOAT32_MANTISSA_BITS
 MANTISSA_MASK = SMALLEST_NORMAL_BITS - 1
+HALF_BITS = (FLOAT32_BIAS - 1) << FLOAT32_MANTISSA_BITS  # bit pattern of 0.5
 
 
 def float_bits(x: jax.Array) -> jax.Array:
@@ -148,13 +149,13 @@ def divide_by_ue8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
 
 
 def multiply_by_ue8m0(x: jax.Array, codes: jax.Array) -> jax.Array:
-    """Exact float32 x * 2^(e - 127) for minifloat values x and bytes 1..254; overflow gives infinity.
+    """Exact float32 x * 2^(e - 127) for bytes 1..254 and products that are normal, zero or +-0.5 * 2^-126.
 
-    Byte 1 is the smallest scale that the quantisers write: there products below 2^-126 are built as integers, because
-    the CPU backend would flush them.
+    That last product, the smallest MXFP4 value times the smallest MXFP4 scale, is the only denormal that the quantisers
+    can write. It is put together as an integer because the CPU backend would flush it; a rule for every denormal would
+    cost a third of the whole unpacking. Overflow gives infinity.
     """
+    bits = float_bits(x)
     product = float_bits(x * ue8m0_decode(codes))
-    magnitude = jnp.abs(x)
-    sign = float_bits(x) ^ float_bits(magnitude)
-    denormal = (magnitude * float(SMALLEST_NORMAL_BITS)).astype(jnp.uint32) | sign
-    return bits_to_float(jnp.where((codes == 1) & (magnitude < 1.0), denormal, product))
+    denormal = (codes == 1) & ((bits & MAGNITUDE_MASK) == HALF_BITS)
+    return bits_to_float(jnp.where(denormal, bits ^ (HALF_BITS | (SMALLEST_NORMAL_BITS >> 1)), product))
