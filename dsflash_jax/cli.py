@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader (`| head`) has gone; nobody is left to tell
         return 0
-    except (ValueError, OSError) as error:  # the package's own errors derive from ValueError
+    except (ValueError, OSError, FloatingPointError) as error:  # the last: a loss or logits that are not finite
         if show_traceback:
             raise
         print(f"dsflash: {_sentence(error)}", file=sys.stderr)
@@ -130,14 +130,12 @@ def run(
     """
     if quick and full:
         raise ValueError("--quick and --full exclude each other: --quick is a check, --full the committed result.")
-    if devices < 1:
-        raise ValueError(f"devices={devices} must be at least 1.")
     from experiments.registry import get_study
 
     chosen = get_study(study)
-    import jax
+    from dsflash_jax.training.devices import use_cpu_devices
 
-    jax.config.update("jax_num_cpu_devices", devices)
+    use_cpu_devices(devices)
     with _Progress() as progress:
         folder = chosen.run("quick" if quick else "full" if full else "default", out, progress)
     print(folder)
