@@ -128,7 +128,7 @@ class _Layer:
         latent_q = norms.rms_norm(w["wq_a.weight"] @ x, w["q_norm.weight"], c["norm_eps"])
         q = self._rotate((w["wq_b.weight"] @ latent_q).reshape(c["n_heads"], c["head_dim"]), position)
         kv = norms.rms_norm(w["wkv.weight"] @ x, w["kv_norm.weight"], c["norm_eps"])
-        self.window_rows.append(quant.mxfp8(self._rotate(kv, position)))
+        self.window_rows.append(quant.fake_quant("mxfp8", self._rotate(kv, position)))
 
         rows = [self.window_rows[p] for p in attention.window_positions(position, c["window_size"]) if p >= 0]
         if self.ratio:
@@ -162,14 +162,14 @@ class _Layer:
         for entry, latent in latents:
             first_token = entry * self.ratio
             key = norms.rms_norm(w["wk.weight"] @ latent, w["k_norm.weight"], c["norm_eps"])
-            self.index_rows.append(quant.mxfp4(self._rotate(key, first_token)))
-            self.main_rows.append(quant.fp4_e4m3(self._rotate(latent, first_token)))
+            self.index_rows.append(quant.fake_quant("mxfp4", self._rotate(key, first_token)))
+            self.main_rows.append(quant.fake_quant("fp4_e4m3", self._rotate(latent, first_token)))
 
     def _select(self, position, x, latent_q, published):
         """Entries this index source attends to; the candidate source also publishes its blocks for later sources."""
         c, w = self.c, self.w.under("attn.indexer.")
         q = (w["wq_b.weight"] @ latent_q).reshape(c["index_n_heads"], c["index_head_dim"])
-        q = np.stack([quant.mxfp4(head) for head in self._rotate(q, position)])
+        q = quant.fake_quant("mxfp4", self._rotate(q, position))
         weights = indexer.head_weights(w["weights_proj.weight"] @ x, c["index_head_dim"])
         visible = indexer.visible_count(position, self.ratio)
         row = indexer.scores(q, np.array(published["owner"].index_rows).reshape(-1, c["index_head_dim"]), weights)

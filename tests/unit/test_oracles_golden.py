@@ -10,6 +10,7 @@ import pytest
 
 from tests.oracles import attention, compressor, hyper_connections, indexer, model, moe, norms, rope
 
+pytestmark = pytest.mark.smoke
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # One float32 rounding of a sum of terms near one; whatever exceeds it is another formula, not another order of sums.
 ROUNDING = 2e-6
