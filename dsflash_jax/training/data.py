@@ -94,19 +94,25 @@ def make_batch(mix: TaskMix, text: np.ndarray, seed: int, step: int, stream: int
     return rows.batch()
 
 
-def text_batch(text: np.ndarray, rows: int, context: int, first_row: int = 0) -> Batch:
-    """Plain text rows back to back from row first_row on, for evaluation without overlap.
+def text_batch(text: np.ndarray, rows: int, context: int) -> Batch:
+    """Plain text rows at even distances over the whole text, without overlap, for evaluation.
 
-    Raises ValueError when the text ends before the last row.
+    Raises ValueError when the text is too short for so many rows.
     """
-    begin, end = first_row * context, (first_row + rows) * context + 1
-    if end > text.size:
-        last = first_row + rows - 1
-        raise ValueError(f"text rows {first_row}..{last} of context={context} need {end} tokens, not {text.size}.")
-    grid = begin + np.arange(rows)[:, None] * context + np.arange(context + 1)
-    filled = _Rows.over(text[grid].astype(np.int32))
+    if rows < 1 or rows * context + 1 > text.size:
+        raise ValueError(f"text rows={rows} of context={context} do not fit: there are {text.size} tokens.")
+    starts = np.arange(rows) * ((text.size - 1) // rows)
+    filled = _Rows.over(text[starts[:, None] + np.arange(context + 1)].astype(np.int32))
     filled.text_mask[:] = True
     return filled.batch()
+
+
+def split_batch(batch: Batch, rows: int) -> list[Batch]:
+    """Consecutive batches of `rows` rows each. Raises ValueError when they do not come out even."""
+    count = batch.tokens.shape[0]
+    if rows < 1 or count % rows:
+        raise ValueError(f"rows={rows} must divide the {count} rows of the batch.")
+    return [Batch(*(array[first : first + rows] for array in batch)) for first in range(0, count, rows)]
 
 
 class _Rows(NamedTuple):

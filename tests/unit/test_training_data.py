@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from dsflash_jax.training.data import HELD_OUT_STREAM, TaskMix, make_batch, text_batch
+from dsflash_jax.training.data import HELD_OUT_STREAM, TaskMix, make_batch, split_batch, text_batch
 from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, TEXT_TOKENS
 
 TEXT = np.random.default_rng(0).integers(32, 127, 20_000).astype(np.uint8)
@@ -94,12 +94,23 @@ def test_same_step_gives_same_rows_and_another_step_seed_or_stream_others():
         assert (tokens(1, 7) != other).mean() > 0.3
 
 
-def test_text_rows_follow_each_other_without_overlap():
-    first, second = text_batch(TEXT, 3, 50), text_batch(TEXT, 3, 50, first_row=3)
-    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens]).reshape(-1), TEXT[:300])
-    assert first.targets[2, -1] == second.tokens[0, 0]
-    with pytest.raises(ValueError, match="need 20001 tokens, not 20000"):
-        text_batch(TEXT, 400, 50)
+def test_text_rows_spread_over_the_whole_text_without_overlap():
+    numbers = np.arange(1000)
+    batch = text_batch(numbers, rows=4, context=50)
+    assert batch.tokens[:, 0].tolist() == [0, 249, 498, 747]
+    np.testing.assert_array_equal(batch.targets, batch.tokens + 1)
+    assert batch.text_mask.all() and not batch.answer_mask.any()
+    with pytest.raises(ValueError, match="rows=20 of context=50 do not fit: there are 1000 tokens"):
+        text_batch(numbers, 20, 50)
+
+
+def test_a_batch_splits_into_equal_parts_in_order():
+    batch = make_batch(RECALL, TEXT, 0, 0)
+    parts = split_batch(batch, 16)
+    assert len(parts) == 4
+    np.testing.assert_array_equal(np.concatenate([part.lag for part in parts]), batch.lag)
+    with pytest.raises(ValueError, match="rows=24 must divide the 64 rows"):
+        split_batch(batch, 24)
 
 
 @pytest.mark.parametrize(("change", "message"), [
