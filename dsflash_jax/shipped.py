@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-_PLACES = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
+_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # a wheel has the first, a checkout the second
 
 
 def config_path(name: str | Path) -> Path:
