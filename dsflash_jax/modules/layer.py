@@ -61,9 +61,10 @@ def attention_step(
     if role.ratio:
         sources.append(_main_source(published.selection_TxK, step, cache.pages, role.kv_source, cfg))
     out = sparse_attention(q, sources, attn.attn_sink[...], scale=attn.scale, scratch_bytes=cfg.scratch_bytes)
-    if capture is not None and role.ratio:
-        capture["selection"] = published.selection_TxK
-        capture["candidates"] = published.candidates_TxC
+    if capture is not None:
+        capture |= {"selection": published.selection_TxK, "candidates": published.candidates_TxC}
+        wanted = step.positions[:, None] - cfg.sliding_window + 1 + jnp.arange(cfg.sliding_window)
+        capture["window_positions"] = jnp.where(window.index_TxK >= 0, wanted, -1)
     return attn.output(out, rope), cache, published
 
 

@@ -1,0 +1,82 @@
+"""Reading golden files: `CASE.MODE.npz` traces, `CASE.weights.npz`, `units_*.npz`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dsflash_jax import steps
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.weights.names import from_released
+
+MODES = ("f32", "f32_raw", "bf16", "bf16_raw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One recorded run and the model it was recorded from."""
+
+    name: str
+    mode: str
+    cfg: ModelConfig
+    params: steps.Params
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    @property
+    def batch(self) -> int:
+        """Sequences B."""
+        return self.arrays["input_ids"].shape[0]
+
+    @property
+    def prompt(self) -> int:
+        """Prompt tokens T."""
+        return self.meta["T"]
+
+    @property
+    def decoded(self) -> int:
+        """Single-token decode steps N."""
+        return self.meta["ndec"]
+
+
+def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
+    """Parts of a recorded model that this package does not build yet, in words."""
+    parts = []
+    if reference.get("engram_layer_ids"):
+        parts.append("Engram")
+    if reference.get("n_mtp_layers"):
+        parts.append("DSpark")
+    if reference.get("dtype") == "fp8" or reference.get("expert_dtype"):
+        parts.append("quantised weights")
+    if reference.get("vision_n_layers"):
+        parts.append("vision tower")
+    return parts
+
+
+def load_trace(path: pathlib.Path) -> Trace | list[str]:
+    """The trace at `path`, or the list of its unbuilt parts. Raises ValueError for a folder without its weights."""
+    case, mode = path.name.removesuffix(".npz").split(".")
+    arrays = dict(np.load(path, allow_pickle=False))
+    meta = json.loads(str(arrays.pop("meta_json")))
+    reference = json.loads(str(arrays.pop("config_json")))
+    unbuilt = unbuilt_parts(reference) + (["image tokens"] if "token_types" in arrays else [])
+    if unbuilt:
+        return unbuilt
+    dtype = "bfloat16" if mode.startswith("bf16") else "float32"
+    cfg = ModelConfig.from_json(reference).replace(
+        dtype=dtype, score_dtype=dtype, stale_index_keys=not meta["own_index_keys"]
+    )
+    weights_path = path.parent / meta["weights"]
+    if not weights_path.exists():
+        raise ValueError(f"{path.name}: its weights {meta['weights']} are not in {path.parent}.")
+    weights = dict(np.load(weights_path, allow_pickle=False))
+    tensors = {k.removeprefix("w/"): v for k, v in weights.items() if k.startswith("w/")}
+    params = from_released(tensors, steps.abstract_params(cfg))
+    params["freqs"] = {
+        table: {part: weights[f"freqs/{table}/{part}"] for part in ("cos", "sin")} for table in ("swa", "compressed")
+    }
+    return Trace(case, mode, cfg, params, arrays, meta)

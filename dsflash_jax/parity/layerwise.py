@@ -1,0 +1,2 @@
+"""bf16"""
+def judge_layers(trace): return []

@@ -1,0 +1,169 @@
+"""Runs a recorded trace through the real step functions and names the results as the golden file does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dsflash_jax import steps
+from dsflash_jax.batch import Chunk, make_step
+from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.ops.indexer import block_mask
+from dsflash_jax.parity.golden import Trace
+from dsflash_jax.roles import layer_roles
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Shape facts of one phase: B sequences of n rows from position `start`."""
+
+    batch: int
+    count: int
+    start: int
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int[n] positions of the rows."""
+        return np.arange(self.start, self.start + self.count)
+
+
+def replay(trace: Trace) -> dict[str, np.ndarray]:
+    """All arrays of a golden file as this package computes them: one prefill of T tokens, then N decode steps."""
+    cfg, ids = trace.cfg, trace.arrays["input_ids"]
+    cache = empty_cache(trace)
+    ours: dict[str, np.ndarray] = {}
+    phase = Rows(trace.batch, trace.prompt, 0)
+    captured, cache = _run(trace, cache, ids[:, : trace.prompt], 0)
+    ours |= {f"prefill/{k}": v for k, v in final_arrays(captured[-1], phase).items()}
+    ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
+    ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
+    for layer, arrays in enumerate(captured[:-1]):
+        ours |= {f"L{layer}/prefill/{k}": v for k, v in layer_arrays(cfg, layer, arrays, phase).items()}
+    ours |= cache_arrays(cfg, cache, trace.batch, trace.prompt, "prefill")
+    steps_out: list[dict[str, np.ndarray]] = []
+    for n in range(trace.decoded):
+        phase = Rows(trace.batch, 1, trace.prompt + n)
+        captured, cache = _run(trace, cache, ids[:, phase.start : phase.start + 1], phase.start)
+        out = {f"decode/{k}": v for k, v in final_arrays(captured[-1], phase).items()}
+        out["decode/logits"] = out["decode/logits_all"][:, 0]
+        out["decode/output_ids"] = out["decode/logits"].argmax(-1)
+        for layer, arrays in enumerate(captured[:-1]):
+            out |= {f"L{layer}/decode/{k}": v for k, v in layer_arrays(cfg, layer, arrays, phase).items()}
+        steps_out.append(out)
+    for key in steps_out[0] if steps_out else ():
+        ours[key] = stack_padded([out[key] for out in steps_out])
+    return ours | cache_arrays(cfg, cache, trace.batch, trace.prompt + trace.decoded, "final")
+
+
+def pages_per_sequence(cfg: ModelConfig) -> int:
+    """Pages that hold the longest context of `cfg`."""
+    return -(-cfg.max_position_embeddings // cfg.page_size)
+
+
+def empty_cache(trace: Trace) -> ModelCache:
+    """A fresh cache with one slot and its own pages per sequence."""
+    return ModelCache.empty(trace.cfg, trace.batch * pages_per_sequence(trace.cfg), trace.batch)
+
+
+def batch_step(trace: Trace, tokens: np.ndarray, start: int):
+    """The ragged step of tokens [B, n] at `start` for all sequences."""
+    width = pages_per_sequence(trace.cfg)
+    chunks = [
+        Chunk(b, tokens[b].tolist(), start, range(b * width, (b + 1) * width)) for b in range(trace.batch)
+    ]
+    return make_step(chunks, trace.cfg)
+
+
+def _run(trace: Trace, cache: ModelCache, tokens: np.ndarray, start: int):
+    logits, cache, captured = steps.trace_step(trace.params, cache, batch_step(trace, tokens, start), trace.cfg)
+    captured[-1]["logits_all"] = logits
+    return captured, cache
+
+
+def final_arrays(captured: dict, phase: Rows) -> dict[str, np.ndarray]:
+    """Arrays behind the last layer, [B, n, ...]."""
+    return {key: _rows(value, phase) for key, value in captured.items()}
+
+
+def layer_arrays(cfg: ModelConfig, layer: int, captured: dict, phase: Rows) -> dict[str, np.ndarray]:
+    """One layer's arrays under golden names; selections as positions and entries."""
+    role = layer_roles(cfg)[layer]
+    entries = (phase.start + phase.count) // role.ratio if role.ratio else 0
+    out = {}
+    for key, value in captured.items():
+        if value is not None and key not in ("selection", "candidates", "window_positions"):
+            out[key] = _rows(value, phase)
+    for key in ("gate_weights", "gate_indices"):
+        if key in out:
+            out[key] = out[key].reshape(-1, out[key].shape[-1])
+    out["topk_idxs"] = {"window": _rows(captured["window_positions"], phase)}
+    if role.ratio:
+        out["topk_idxs"]["entries"] = _rows(captured["selection"], phase)
+    if role.indexes:
+        out["index_score"] = out["index_score"][..., :entries]
+        out["compress_idxs"] = _rows(captured["selection"], phase)
+        out["index_gap"] = _gap(out["index_score"], min(cfg.index_topk, entries))
+    if role.builds_candidates:
+        blocks = np.asarray(captured["candidates"])
+        mask = np.asarray(block_mask(blocks, entries, cfg.candidate_block_size)) if entries else blocks[:, :0] > 0
+        out["candidates"] = _rows(mask, phase)
+    return out
+
+
+def _gap(scores: np.ndarray, k: int) -> np.ndarray:
+    """k-th minus (k+1)-th best score, inf where either is missing or masked."""
+    if scores.shape[-1] <= k or k == 0:
+        return np.full(scores.shape[:-1], np.inf, np.float32)
+    best = -np.sort(-scores, axis=-1)
+    with np.errstate(invalid="ignore"):
+        gap = best[..., k - 1] - best[..., k]
+    return np.where(np.isfinite(best[..., k - 1]) & np.isfinite(best[..., k]), gap, np.inf)
+
+
+def _rows(value, phase: Rows) -> np.ndarray:
+    value = np.asarray(value[: phase.batch * phase.count])
+    if value.dtype.kind == "V" or value.dtype.name == "bfloat16":
+        value = value.astype(np.float32)
+    return value.reshape(phase.batch, phase.count, *value.shape[1:])
+
+
+def cache_arrays(cfg: ModelConfig, cache: ModelCache, batch: int, length: int, phase: str) -> dict[str, np.ndarray]:
+    """Stored rows, unpacked, at the reference's addresses: ring slot = position mod window, entries in order."""
+    layout, width = cache_layout(cfg), pages_per_sequence(cfg)
+    pages, ring, state = (np.asarray(a) for a in (cache.pages, cache.ring, cache.state))
+    out = {}
+    for role in layer_roles(cfg):
+        member = layout.ring[role.layer]
+        rows = ring[:batch, member.offset : member.offset + member.nbytes].reshape(batch, member.rows_per_page, -1)
+        rows = np.asarray(member.format.unpack(rows, member.width))
+        window = np.zeros((batch, cfg.sliding_window, member.width), np.float32)
+        for position in range(max(0, length - cfg.sliding_window), length):
+            window[:, position % cfg.sliding_window] = rows[:, position % member.rows_per_page]
+        out[f"L{role.layer}/{phase}/window_kv_cache"] = window
+        if not role.owns_kv:
+            continue
+        entries = length // role.ratio
+        for kind, name in (("main", "compress_kv_cache"), ("index", "index_k_cache")):
+            member = layout.member(role.layer, kind)
+            rows = pages[:, member.offset : member.offset + member.nbytes]
+            rows = rows.reshape(batch, width * member.rows_per_page, -1)[:, :entries]
+            out[f"L{role.layer}/{phase}/{name}"] = np.asarray(member.format.unpack(rows, member.width))
+        if role.ratio > 1:
+            owner, first = layout.state_owners.index(role.layer), length - length % role.ratio
+            open_rows = state[:batch, owner][:, np.arange(first, length) % layout.state_rows]
+            kv, score = np.split(open_rows, 2, axis=-1)
+            out |= {f"L{role.layer}/{phase}/comp_kv_state": kv, f"L{role.layer}/{phase}/comp_score_state": score}
+    return out
+
+
+def stack_padded(arrays: list) -> np.ndarray | dict:
+    """Stacks decode steps, right-padding the last axis as the golden files do (-2, False, NaN)."""
+    if isinstance(arrays[0], dict):
+        return {key: stack_padded([a[key] for a in arrays]) for key in arrays[0]}
+    fill = {"i": -2, "u": -2, "b": False}.get(arrays[0].dtype.kind, np.nan)
+    width = max(a.shape[-1] for a in arrays) if arrays[0].ndim else 0
+    padded = [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, width - a.shape[-1])], constant_values=fill) for a in arrays]
+    return np.stack(padded)

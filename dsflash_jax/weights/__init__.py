@@ -1,0 +1,1 @@
+"""Released tensor names and the parameter tree."""
