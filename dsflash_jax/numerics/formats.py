@@ -169,11 +169,12 @@ def _codes_to_bytes(codes: jax.Array, bits: int) -> jax.Array:
     if codes.shape[-1] % lanes == 0:
         # Whole words by one reduction: the CPU backend otherwise fuses the quantiser into the concatenation of codes
         # and scales, element by element, at up to ten times the cost.
-        shifted = codes.reshape(*codes.shape[:-1], -1, lanes) << (bits * jnp.arange(lanes, dtype=jnp.uint32))
-        words = lax.reduce_or(shifted, (shifted.ndim - 1,))
+        lanes_last = codes.reshape(*codes.shape[:-1], codes.shape[-1] // lanes, lanes)
+        words = lax.reduce_or(lanes_last << (bits * jnp.arange(lanes, dtype=jnp.uint32)), (codes.ndim,))
     else:
         words = codes.astype({8: jnp.uint8, 16: jnp.uint16}[bits])
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*codes.shape[:-1], -1)
+    data = lax.bitcast_convert_type(words, jnp.uint8)
+    return data.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8)
 
 
 def _bytes_to_codes(data: jax.Array, bits: int) -> jax.Array:
@@ -183,12 +184,12 @@ def _bytes_to_codes(data: jax.Array, bits: int) -> jax.Array:
     # Words of four bytes (two for bfloat16), then one shift per lane: on the CPU backend this vectorises, while
     # interleaving two nibble planes costs about twice as much.
     word_bytes = 2 if bits == 16 else 4
-    parts = data.reshape(*data.shape[:-1], -1, word_bytes).astype(jnp.uint32)
+    parts = data.reshape(*data.shape[:-1], data.shape[-1] // word_bytes, word_bytes).astype(jnp.uint32)
     words = functools.reduce(jnp.bitwise_or, [parts[..., i] << (8 * i) for i in range(word_bytes)])
     if bits >= 16:
         return words
     lanes = (words[..., None] >> (bits * jnp.arange(32 // bits, dtype=jnp.uint32))) & ((1 << bits) - 1)
-    return lanes.reshape(*data.shape[:-1], -1)
+    return lanes.reshape(*data.shape[:-1], data.shape[-1] * 8 // bits)
 
 
 _FORMATS = {

@@ -35,10 +35,10 @@ def bits_to_float(bits: jax.Array) -> jax.Array:
 def true_divide(x: jax.Array, divisor: jax.Array | float) -> jax.Array:
     """Correctly rounded float32 `x / divisor`, also where XLA would multiply by a rounded reciprocal.
 
-    The barrier hides that the divisor is a constant or a broadcast, which is what triggers that rewrite.
+    XLA does so when the divisor is a constant or a broadcast. A divisor that seems to depend on every x is neither; an
+    optimization barrier would not do, because vmap moves the broadcast behind it.
     """
-    divisor = jnp.broadcast_to(jnp.asarray(divisor, jnp.float32), x.shape)
-    return x / lax.optimization_barrier(divisor)
+    return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
