@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsflash_jax import steps
-from dsflash_jax.batch import Chunk, make_step
+from dsflash_jax.batch import Chunk, bucket, make_step
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.ops.indexer import block_mask
 from dsflash_jax.parity.golden import Trace
+from dsflash_jax.parity.rules import CachedRows
 from dsflash_jax.roles import layer_roles
+
+# Prompts are padded to at least this many rows, so that cases of one model share a compiled prefill.
+PREFILL_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +37,11 @@ class Rows:
         return np.arange(self.start, self.start + self.count)
 
 
-def replay(trace: Trace) -> dict[str, np.ndarray]:
+def replay(trace: Trace) -> dict[str, Any]:
     """All arrays of a golden file as this package computes them: one prefill of T tokens, then N decode steps."""
     cfg, ids = trace.cfg, trace.arrays["input_ids"]
     cache = empty_cache(trace)
-    ours: dict[str, np.ndarray] = {}
+    ours: dict[str, Any] = {}
     phase = Rows(trace.batch, trace.prompt, 0)
     captured, cache = _run(trace, cache, ids[:, : trace.prompt], 0)
     ours |= {f"prefill/{k}": v for k, v in final_arrays(captured[-1], phase).items()}
@@ -43,7 +50,7 @@ def replay(trace: Trace) -> dict[str, np.ndarray]:
     for layer, arrays in enumerate(captured[:-1]):
         ours |= {f"L{layer}/prefill/{k}": v for k, v in layer_arrays(cfg, layer, arrays, phase).items()}
     ours |= cache_arrays(cfg, cache, trace.batch, trace.prompt, "prefill")
-    steps_out: list[dict[str, np.ndarray]] = []
+    steps_out: list[dict[str, Any]] = []
     for n in range(trace.decoded):
         phase = Rows(trace.batch, 1, trace.prompt + n)
         captured, cache = _run(trace, cache, ids[:, phase.start : phase.start + 1], phase.start)
@@ -74,7 +81,7 @@ def batch_step(trace: Trace, tokens: np.ndarray, start: int):
     chunks = [
         Chunk(b, tokens[b].tolist(), start, range(b * width, (b + 1) * width)) for b in range(trace.batch)
     ]
-    return make_step(chunks, trace.cfg)
+    return make_step(chunks, trace.cfg, rows=bucket(tokens.size, PREFILL_ROWS if start == 0 else 1))
 
 
 def _run(trace: Trace, cache: ModelCache, tokens: np.ndarray, start: int):
@@ -107,9 +114,8 @@ def layer_arrays(cfg: ModelConfig, layer: int, captured: dict, phase: Rows) -> d
         out["compress_idxs"] = _rows(captured["selection"], phase)
         out["index_gap"] = _gap(out["index_score"], min(cfg.index_topk, entries))
     if role.builds_candidates:
-        blocks = np.asarray(captured["candidates"])
-        mask = np.asarray(block_mask(blocks, entries, cfg.candidate_block_size)) if entries else blocks[:, :0] > 0
-        out["candidates"] = _rows(mask, phase)
+        blocks = _rows(captured["candidates"], phase)
+        out["candidates"] = (np.arange(entries)[:, None] // cfg.candidate_block_size == blocks[..., None, :]).any(-1)
     return out
 
 
@@ -124,38 +130,56 @@ def _gap(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def _rows(value, phase: Rows) -> np.ndarray:
-    value = np.asarray(value[: phase.batch * phase.count])
+    value = np.asarray(value)[: phase.batch * phase.count]
     if value.dtype.kind == "V" or value.dtype.name == "bfloat16":
         value = value.astype(np.float32)
     return value.reshape(phase.batch, phase.count, *value.shape[1:])
 
 
-def cache_arrays(cfg: ModelConfig, cache: ModelCache, batch: int, length: int, phase: str) -> dict[str, np.ndarray]:
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _unpacked(cache: ModelCache, cfg: ModelConfig) -> dict[tuple[int, str], CachedRows]:
+    """Every stored row by (layer, kind): [slots, ring rows, D] of windows, [pages, rows per page, D] of the others."""
+    layout, rows = cache_layout(cfg), {}
+    for member in (*layout.ring, *layout.members):
+        arena = cache.ring if member.kind == "window" else cache.pages
+        packed = arena[:, member.offset : member.offset + member.nbytes]
+        packed = packed.reshape(arena.shape[0], member.rows_per_page, member.row_bytes)
+        bits = member.format.element.bits
+        one = member.format.element.encode(jnp.float32(1)).astype(jnp.uint8)
+        ones = jnp.broadcast_to(one | one << 4 if bits == 4 else one, (*packed.shape[:-1], member.width * bits // 8))
+        # The same scales over codes of 1.0 unpack to the scales themselves.
+        scales = jnp.concatenate([ones, packed[..., ones.shape[-1] :]], axis=-1)
+        rows[member.layer, member.kind] = CachedRows(*(member.format.unpack(r, member.width) for r in (packed, scales)))
+    return rows
+
+
+def cache_arrays(cfg: ModelConfig, cache: ModelCache, batch: int, length: int, phase: str) -> dict[str, Any]:
     """Stored rows, unpacked, at the reference's addresses: ring slot = position mod window, entries in order."""
-    layout, width = cache_layout(cfg), pages_per_sequence(cfg)
-    pages, ring, state = (np.asarray(a) for a in (cache.pages, cache.ring, cache.state))
-    out = {}
+    layout, state = cache_layout(cfg), np.asarray(cache.state)
+    stored = jax.tree.map(np.asarray, _unpacked(cache, cfg))
+    last = np.arange(max(0, length - cfg.sliding_window), length)
+    out: dict[str, Any] = {}
     for role in layer_roles(cfg):
-        member = layout.ring[role.layer]
-        rows = ring[:batch, member.offset : member.offset + member.nbytes].reshape(batch, member.rows_per_page, -1)
-        rows = np.asarray(member.format.unpack(rows, member.width))
-        window = np.zeros((batch, cfg.sliding_window, member.width), np.float32)
-        for position in range(max(0, length - cfg.sliding_window), length):
-            window[:, position % cfg.sliding_window] = rows[:, position % member.rows_per_page]
-        out[f"L{role.layer}/{phase}/window_kv_cache"] = window
+        prefix = f"L{role.layer}/{phase}/"
+
+        def window(rows: np.ndarray) -> np.ndarray:
+            slots = np.zeros((batch, cfg.sliding_window, rows.shape[-1]), np.float32)
+            slots[:, last % cfg.sliding_window] = rows[:batch, last % layout.ring_rows]
+            return slots
+
+        out[prefix + "window_kv_cache"] = jax.tree.map(window, stored[role.layer, "window"])
         if not role.owns_kv:
             continue
-        entries = length // role.ratio
+
+        def entries(rows: np.ndarray, count: int = length // role.ratio) -> np.ndarray:
+            return rows.reshape(batch, -1, rows.shape[-1])[:, :count]
+
         for kind, name in (("main", "compress_kv_cache"), ("index", "index_k_cache")):
-            member = layout.member(role.layer, kind)
-            rows = pages[:, member.offset : member.offset + member.nbytes]
-            rows = rows.reshape(batch, width * member.rows_per_page, -1)[:, :entries]
-            out[f"L{role.layer}/{phase}/{name}"] = np.asarray(member.format.unpack(rows, member.width))
+            out[prefix + name] = jax.tree.map(entries, stored[role.layer, kind])
         if role.ratio > 1:
             owner, first = layout.state_owners.index(role.layer), length - length % role.ratio
             open_rows = state[:batch, owner][:, np.arange(first, length) % layout.state_rows]
-            kv, score = np.split(open_rows, 2, axis=-1)
-            out |= {f"L{role.layer}/{phase}/comp_kv_state": kv, f"L{role.layer}/{phase}/comp_score_state": score}
+            out[prefix + "comp_kv_state"], out[prefix + "comp_score_state"] = np.split(open_rows, 2, axis=-1)
     return out
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from dsflash_jax.parity.flips import flipped_queries
 from dsflash_jax.parity.golden import MODES, Trace, load_trace
 from dsflash_jax.parity.layerwise import judge_layers
 from dsflash_jax.parity.replay import replay
-from dsflash_jax.parity.rules import FLOAT_ATOL, Verdict, judge
+from dsflash_jax.parity.rules import ATOL_RULE, ULP_RULE, Comparison, Verdict, flip_budget
 from dsflash_jax.parity.units import judge_units
 
 INPUTS = {"input_ids"}
@@ -69,19 +71,14 @@ def _unbuilt_row(name: str, parts: list[str]) -> dict[str, Any]:
 def judge_trace(trace: Trace) -> list[Verdict]:
     """Verdicts for every array of a float32 trace, run end to end."""
     ours = replay(trace)
-    verdicts = []
-    for key, golden in trace.arrays.items():
-        if key in INPUTS:
-            continue
-        verdicts.append(judge(key, golden, ours.get(key), trace.cfg, trace.prompt))
+    explain = functools.partial(flipped_queries, trace, ours)
+    return verdicts_of(Comparison(trace.cfg, trace.prompt, trace.arrays, ours, explain))
+
+
+def verdicts_of(comparison: Comparison) -> list[Verdict]:
+    """One verdict per array of the file, and one on the number of cache flips."""
+    verdicts = [comparison.judge(key) for key in comparison.golden if key not in INPUTS]
     return verdicts + [flip_budget(verdicts)]
-
-
-def flip_budget(verdicts: list[Verdict]) -> Verdict:
-    """At most max(3, 0.1 %) one-step flips over all cached values of a file."""
-    flips, cached = sum(v.flips for v in verdicts), sum(v.cached for v in verdicts)
-    allowed = max(3, cached // 1000)
-    return Verdict("flips", f"at most {allowed}", flips <= allowed, flips, f"{flips} of {cached} cached values")
 
 
 def _is_calm(trace: Trace) -> bool:
@@ -101,7 +98,7 @@ def _calm(trace: Trace, path: pathlib.Path) -> list[Verdict]:
 
 def _summary(name: str, verdicts: list[Verdict], note: str) -> dict[str, Any]:
     failed = [v for v in verdicts if not v.passed]
-    floats = [v.worst for v in verdicts if v.rule == f"atol {FLOAT_ATOL:g}"]
+    floats = [v.worst for v in verdicts if v.rule in (ATOL_RULE, ULP_RULE)]
     flips = sum(v.flips for v in verdicts)
     detail = [note] if note else []
     detail += [f"{flips} one-step flips"] if flips else []
