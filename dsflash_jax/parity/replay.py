@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,30 +40,42 @@ class Rows:
 
 def replay(trace: Trace) -> dict[str, Any]:
     """All arrays of a golden file as this package computes them: one prefill of T tokens, then N decode steps."""
-    cfg, ids = trace.cfg, trace.arrays["input_ids"]
-    cache = empty_cache(trace)
-    ours: dict[str, Any] = {}
+
+    def run(cache: ModelCache, tokens: np.ndarray, phase: Rows):
+        step = batch_step(trace, tokens, phase.start)
+        logits, cache, captured = steps.trace_step(trace.params, cache, step, trace.cfg)
+        captured[-1]["logits_all"] = logits
+        return captured, cache
+
+    return replay_with(trace, run)
+
+
+def replay_with(trace: Trace, run: Callable[[ModelCache, np.ndarray, Rows], tuple[list[dict], ModelCache]]) -> dict[str, Any]:
+    """Golden names -> arrays, from a `run` that gives per phase one dict of arrays per layer and a final one."""
+    cfg, ids, cache = trace.cfg, trace.arrays["input_ids"], empty_cache(trace)
     phase = Rows(trace.batch, trace.prompt, 0)
-    captured, cache = _run(trace, cache, ids[:, : trace.prompt], 0)
-    ours |= {f"prefill/{k}": v for k, v in final_arrays(captured[-1], phase).items()}
+    captured, cache = run(cache, ids[:, : trace.prompt], phase)
+    ours = _phase_arrays(cfg, captured, phase, "prefill")
     ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
     ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
-    for layer, arrays in enumerate(captured[:-1]):
-        ours |= {f"L{layer}/prefill/{k}": v for k, v in layer_arrays(cfg, layer, arrays, phase).items()}
     ours |= cache_arrays(cfg, cache, trace.batch, trace.prompt, "prefill")
-    steps_out: list[dict[str, Any]] = []
+    decoded: list[dict[str, Any]] = []
     for n in range(trace.decoded):
         phase = Rows(trace.batch, 1, trace.prompt + n)
-        captured, cache = _run(trace, cache, ids[:, phase.start : phase.start + 1], phase.start)
-        out = {f"decode/{k}": v for k, v in final_arrays(captured[-1], phase).items()}
-        out["decode/logits"] = out["decode/logits_all"][:, 0]
-        out["decode/output_ids"] = out["decode/logits"].argmax(-1)
-        for layer, arrays in enumerate(captured[:-1]):
-            out |= {f"L{layer}/decode/{k}": v for k, v in layer_arrays(cfg, layer, arrays, phase).items()}
-        steps_out.append(out)
-    for key in steps_out[0] if steps_out else ():
-        ours[key] = stack_padded([out[key] for out in steps_out])
+        captured, cache = run(cache, ids[:, phase.start : phase.start + 1], phase)
+        decoded.append(_phase_arrays(cfg, captured, phase, "decode"))
+        decoded[-1]["decode/logits"] = decoded[-1]["decode/logits_all"][:, 0]
+        decoded[-1]["decode/output_ids"] = decoded[-1]["decode/logits"].argmax(-1)
+    ours |= {key: stack_padded([arrays[key] for arrays in decoded]) for key in (decoded[0] if decoded else ())}
     return ours | cache_arrays(cfg, cache, trace.batch, trace.prompt + trace.decoded, "final")
+
+
+def _phase_arrays(cfg: ModelConfig, captured: list[dict], phase: Rows, name: str) -> dict[str, Any]:
+    captured = jax.device_get(captured)
+    out = {f"{name}/{key}": _rows(value, phase) for key, value in captured[-1].items()}
+    for layer, arrays in enumerate(captured[:-1]):
+        out |= {f"L{layer}/{name}/{key}": value for key, value in layer_arrays(cfg, layer, arrays, phase).items()}
+    return out
 
 
 def pages_per_sequence(cfg: ModelConfig) -> int:
@@ -84,31 +97,20 @@ def batch_step(trace: Trace, tokens: np.ndarray, start: int):
     return make_step(chunks, trace.cfg, rows=bucket(tokens.size, PREFILL_ROWS if start == 0 else 1))
 
 
-def _run(trace: Trace, cache: ModelCache, tokens: np.ndarray, start: int):
-    logits, cache, captured = steps.trace_step(trace.params, cache, batch_step(trace, tokens, start), trace.cfg)
-    captured[-1]["logits_all"] = logits
-    return captured, cache
-
-
-def final_arrays(captured: dict, phase: Rows) -> dict[str, np.ndarray]:
-    """Arrays behind the last layer, [B, n, ...]."""
-    return {key: _rows(value, phase) for key, value in captured.items()}
-
-
 def layer_arrays(cfg: ModelConfig, layer: int, captured: dict, phase: Rows) -> dict[str, np.ndarray]:
     """One layer's arrays under golden names; selections as positions and entries."""
     role = layer_roles(cfg)[layer]
     entries = (phase.start + phase.count) // role.ratio if role.ratio else 0
     out = {}
     for key, value in captured.items():
-        if value is not None and key not in ("selection", "candidates", "window_positions"):
+        if value is not None and key not in ("selection", "attended", "candidates", "window_positions"):
             out[key] = _rows(value, phase)
     for key in ("gate_weights", "gate_indices"):
         if key in out:
             out[key] = out[key].reshape(-1, out[key].shape[-1])
     out["topk_idxs"] = {"window": _rows(captured["window_positions"], phase)}
     if role.ratio:
-        out["topk_idxs"]["entries"] = _rows(captured["selection"], phase)
+        out["topk_idxs"]["entries"] = _rows(captured.get("attended", captured["selection"]), phase)
     if role.indexes:
         out["index_score"] = out["index_score"][..., :entries]
         out["compress_idxs"] = _rows(captured["selection"], phase)
