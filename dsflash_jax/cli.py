@@ -70,24 +70,30 @@ def roles(config: Config) -> int:
 
 def kv(
     config: Config,
-    context: str = "1M",
-    formats: Annotated[str, tyro.conf.arg(name="format")] = "",
+    context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS")] = None,
+    formats: Annotated[str, tyro.conf.arg(name="format", metavar="CACHE=NAME,...")] = "",
+    sequences: int = 64,
     as_json: Json = False,
 ) -> int:
     """Print the bytes of every cache under CONFIG, by layer and format, and the ratio to the alternatives.
 
     Args:
         config: a configuration file, or the name of a shipped one (v41_flash, lab, tiny).
-        context: tokens of one sequence; the suffixes K and M mean 1,024 and 1,048,576.
+        context: tokens of one sequence, as 1M; K and M mean 1,024 and 1,048,576. All that CONFIG allows without it.
         formats: formats that replace the configuration's, as `main=fp8_fp32,index=bf16,window=fp32`.
+        sequences: sequences of that length that a pool holds.
         as_json: print the report as JSON instead of tables.
     """
-    tokens, chosen = parse_count(context), parse_formats(formats)
+    chosen = parse_formats(formats)
+    tokens = None if context is None else parse_count(context)
     from dsflash_jax.cache.accounting import kv_report
     from dsflash_jax.config import ModelConfig
 
-    report = kv_report(ModelConfig.from_json(config_path(config)), tokens, chosen)
-    _print_report(report, as_json, f"KV cache of {config.stem} at {tokens:,} tokens")
+    cfg = ModelConfig.from_json(config_path(config))
+    tokens = tokens or cfg.max_position_embeddings
+    report = kv_report(cfg, tokens, chosen, sequences)
+    instead = f" with {formats}" if formats else ""
+    _print_report(report, as_json, f"KV cache of {config.stem}{instead} at {tokens:,} tokens")
     return 0
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from dsflash_jax.numerics.formats import get_format
+from dsflash_jax.numerics.formats import FORMAT_NAMES, get_format
 
 SCORING_FUNCS = ("sqrtsoftplus", "sigmoid", "softmax")
 DTYPES = ("float32", "bfloat16")
@@ -24,8 +25,11 @@ class RopeScaling:
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float = 32
-    beta_slow: float = 1
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        _floats_for_integers(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple):
+                _fail(name, value, "must be a list of integers")
+            object.__setattr__(self, name, tuple(value))
+        _floats_for_integers(self)
         self.validate()
 
     @classmethod
@@ -136,21 +144,39 @@ def _fail(name: str, value: Any, rule: str) -> None:
     raise ValueError(f"{name}={value!r} {rule}.")
 
 
-def _check_types(cfg: ModelConfig) -> None:
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
+def _floats_for_integers(record: Any) -> None:
+    """JSON writes 16.0 as 16 in some files: equal configs must have one canonical form, hence one hash."""
+    for field in dataclasses.fields(record):
+        if field.type == "float" and type(getattr(record, field.name)) is int:
+            object.__setattr__(record, field.name, float(getattr(record, field.name)))
+
+
+def _check_types(record: Any, prefix: str = "") -> None:
+    for field in dataclasses.fields(record):
+        name, value = prefix + field.name, getattr(record, field.name)
         if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-            _fail(field.name, value, "must be an integer")
-        if field.type == "float" and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            _fail(field.name, value, "must be a number")
+            _fail(name, value, "must be an integer")
+        if field.type == "float" and not (isinstance(value, float) and math.isfinite(value)):
+            _fail(name, value, "must be a finite number")
         if field.type == "bool" and not isinstance(value, bool):
-            _fail(field.name, value, "must be true or false")
+            _fail(name, value, "must be true or false")
+        if field.type == "str" and not isinstance(value, str):
+            _fail(name, value, "must be text")
         if field.type == "tuple[int, ...]" and any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-            _fail(field.name, value, "must be a list of integers")
+            _fail(name, list(value), "must be a list of integers")
+        if isinstance(value, RopeScaling):
+            _check_types(value, f"{name}.")
+        elif field.type == "RopeScaling | None" and value is not None:
+            _fail(name, value, "must be a RopeScaling or nothing")
 
 
-_AT_LEAST = {"num_nextn_predict_layers": 0, "num_draft_tokens": 0, "candidate_topk_blocks": 0, "candidate_block_size": 0,
-             "candidate_source_layer_id": -1}  # fmt: skip
+_AT_LEAST = {
+    "num_nextn_predict_layers": 0,
+    "num_draft_tokens": 0,
+    "candidate_topk_blocks": 0,
+    "candidate_block_size": 0,
+    "candidate_source_layer_id": -1,
+}
 
 
 def _check_sizes(cfg: ModelConfig) -> None:
@@ -169,7 +195,7 @@ def _check_sizes(cfg: ModelConfig) -> None:
     for name in ("dtype", "score_dtype"):
         if getattr(cfg, name) not in DTYPES:
             _fail(name, getattr(cfg, name), f"must be one of {', '.join(DTYPES)}")
-    for name in ("gate_temp", "rope_theta", "compress_rope_theta", "rms_norm_eps", "hc_eps"):
+    for name in ("gate_temp", "routed_scaling_factor", "rope_theta", "compress_rope_theta", "rms_norm_eps", "hc_eps"):
         if not getattr(cfg, name) > 0:
             _fail(name, getattr(cfg, name), "must be positive")
     if cfg.swiglu_limit < 0:
@@ -184,10 +210,14 @@ def _check_rope(cfg: ModelConfig) -> None:
     for name in heads:
         if width > getattr(cfg, name):
             _fail("qk_rope_head_dim", width, f"exceeds {name}={getattr(cfg, name)}")
-    if cfg.rope_scaling is not None:
-        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-            if not getattr(cfg.rope_scaling, name) > 0:
-                _fail(f"rope_scaling.{name}", getattr(cfg.rope_scaling, name), "must be positive")
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return
+    for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if not getattr(scaling, name) > 0:
+            _fail(f"rope_scaling.{name}", getattr(scaling, name), "must be positive")
+    if scaling.beta_fast < scaling.beta_slow:
+        _fail("rope_scaling.beta_fast", scaling.beta_fast, f"must not be below beta_slow={scaling.beta_slow}")
 
 
 def _check_layer_list(cfg: ModelConfig, name: str) -> None:
@@ -203,7 +233,8 @@ def _check_layers(cfg: ModelConfig) -> None:
     n, drafts = cfg.num_hidden_layers, cfg.num_nextn_predict_layers
     if len(cfg.compress_ratios) not in (n, n + drafts):
         allowed = f"{n}" if not drafts else f"{n} or {n + drafts} (with {drafts} draft layers)"
-        _fail("compress_ratios", list(cfg.compress_ratios), f"has {len(cfg.compress_ratios)} entries, must have {allowed}")
+        rule = f"has {len(cfg.compress_ratios)} entries, must have {allowed}"
+        _fail("compress_ratios", list(cfg.compress_ratios), rule)
     if any(r != 0 for r in cfg.compress_ratios[n:]):
         _fail("compress_ratios", list(cfg.compress_ratios), "must be 0 in the draft layers")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
@@ -216,7 +247,8 @@ def _check_layers(cfg: ModelConfig) -> None:
         if layer in cfg.kv_source_layer_ids:
             kv_source = layer
             if layer not in cfg.index_source_layer_ids:
-                _fail("kv_source_layer_ids", layer, "must also be in index_source_layer_ids: new KV needs a new selection")
+                rule = "must also be in index_source_layer_ids: new KV needs a new selection"
+                _fail("kv_source_layer_ids", layer, rule)
         if layer in cfg.index_source_layer_ids:
             index_source = layer
             if ratio == 0:
@@ -224,7 +256,9 @@ def _check_layers(cfg: ModelConfig) -> None:
         if ratio == 0:
             continue
         if kv_source is None or index_source is None:
-            _fail("compress_ratios", ratio, f"{where} makes it a consumer before its source: no KV source at or below it")
+            missing = "KV" if kv_source is None else "index"
+            rule = f"{where} makes the layer a consumer before its source: no {missing} source at or below it"
+            _fail("compress_ratios", ratio, rule)
         if cfg.layer_ratios[kv_source] != ratio:
             rule = f"{where} differs from ratio {cfg.layer_ratios[kv_source]} of its KV source, layer {kv_source}"
             _fail("compress_ratios", ratio, rule)
@@ -235,13 +269,15 @@ def _check_candidates(cfg: ModelConfig) -> None:
     if source < 0:
         return
     if source not in cfg.index_source_layer_ids:
-        _fail("candidate_source_layer_id", source, f"must be in index_source_layer_ids={list(cfg.index_source_layer_ids)}")
+        sources = list(cfg.index_source_layer_ids)
+        _fail("candidate_source_layer_id", source, f"must be -1 (no pool) or in index_source_layer_ids={sources}")
     for name in ("candidate_topk_blocks", "candidate_block_size"):
         if getattr(cfg, name) < 1:
             _fail(name, getattr(cfg, name), "must be at least 1 when candidate_source_layer_id is set")
     later = [k for k in cfg.kv_source_layer_ids if k > source]
     if later and any(i >= later[0] for i in cfg.index_source_layer_ids):
-        _fail("candidate_source_layer_id", source, f"precedes KV source {later[0]}: its pool would name foreign entries")
+        rule = f"precedes KV source {later[0]}: its pool would name foreign entries"
+        _fail("candidate_source_layer_id", source, rule)
     smallest = (cfg.candidate_topk_blocks - 1) * cfg.candidate_block_size + 1
     if cfg.index_topk > smallest:
         raise ValueError(
@@ -255,8 +291,11 @@ def _check_formats(cfg: ModelConfig) -> None:
     widths = {"window_format": "head_dim"}
     if cfg.kv_source_layer_ids:
         widths |= {"main_format": "head_dim", "index_format": "index_head_dim"}
+    for name in ("window_format", "main_format", "index_format"):
+        if getattr(cfg, name) not in FORMAT_NAMES:
+            _fail(name, getattr(cfg, name), f"must be one of {', '.join(FORMAT_NAMES)}")
     for name, width_name in widths.items():
         try:
             get_format(getattr(cfg, name)).check_width(getattr(cfg, width_name))
         except ValueError as error:
-            raise ValueError(f"{name}={getattr(cfg, name)!r} does not fit {width_name}={getattr(cfg, width_name)}: {error}") from None
+            _fail(name, getattr(cfg, name), f"does not fit {width_name}={getattr(cfg, width_name)}: {error}")

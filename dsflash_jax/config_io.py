@@ -45,6 +45,8 @@ _RELEASED_UNUSED = {
     "quantization_config", "rope_interleave", "tie_word_embeddings", "tokenizer_class", "topk_method", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
+_YARN_TYPES = ("yarn", "deepseek_yarn")
+_YARN_FIELDS = tuple(field.name for field in dataclasses.fields(RopeScaling))
 _FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
@@ -101,10 +103,10 @@ def _from_reference(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         elif not key.startswith(_REFERENCE_UNUSED_PREFIXES):
             unknown.append(key)
     _refuse_unknown(unknown, name)
-    if raw.get("original_seq_len", 0) > 0:
-        fields["rope_scaling"] = RopeScaling(
-            float(raw["rope_factor"]), raw["original_seq_len"], raw.get("beta_fast", 32), raw.get("beta_slow", 1)
-        )
+    if raw.get("original_seq_len"):  # 0 = no YaRN
+        values = {"original_max_position_embeddings": raw["original_seq_len"], "factor": raw.get("rope_factor")}
+        values |= {key: raw[key] for key in ("beta_fast", "beta_slow") if key in raw}
+        fields["rope_scaling"] = _rope_scaling({k: v for k, v in values.items() if v is not None}, name)
     return fields
 
 
@@ -130,17 +132,18 @@ def _from_released(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _rope_scaling(value: Mapping[str, Any] | None, name: str) -> RopeScaling | None:
     if value is None:
         return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: rope_scaling={value!r} must be an object or null.")
+    kind = value.get("rope_type", value.get("type", "yarn"))
+    if kind not in _YARN_TYPES:
+        raise ValueError(f"{name}: rope_scaling type {kind!r} must be yarn: no other scaling is built.")
     missing = [k for k in ("factor", "original_max_position_embeddings") if k not in value]
     if missing:
         raise ValueError(f"{name}: rope_scaling lacks {' and '.join(missing)}.")
-    return RopeScaling(
-        float(value["factor"]),
-        int(value["original_max_position_embeddings"]),
-        value.get("beta_fast", 32),
-        value.get("beta_slow", 1),
-    )
+    return RopeScaling(**{field: value[field] for field in _YARN_FIELDS if field in value})
 
 
 def _refuse_unknown(unknown: list[str], name: str) -> None:
     if unknown:
-        raise ValueError(f"{name}: unknown config key(s) {', '.join(sorted(unknown))}; known are {', '.join(sorted(_FIELDS))}.")
+        known = ", ".join(sorted(_FIELDS))
+        raise ValueError(f"{name}: unknown config key(s) {', '.join(sorted(unknown))}; known are {known}.")

@@ -30,7 +30,8 @@ class ModelCache:
         """Shapes only, for accounting and shape evaluation. `page_bytes` defaults to the global group's."""
         layout = cache_layout(cfg)
         if page_bytes is not None and page_bytes < layout.page_bytes:
-            raise ValueError(f"page_bytes={page_bytes} is smaller than the global group's page of {layout.page_bytes} bytes.")
+            need = layout.page_bytes
+            raise ValueError(f"page_bytes={page_bytes} is smaller than the global group's page of {need} bytes.")
         state = (num_slots, len(layout.state_owners), layout.state_rows, layout.state_width)
         return cls(
             pages=jax.ShapeDtypeStruct((num_pages, page_bytes or layout.page_bytes), jnp.uint8),
