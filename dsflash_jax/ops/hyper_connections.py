@@ -59,10 +59,13 @@ def sinkhorn(logits: jax.Array, *, eps: float, iters: int) -> jax.Array:
 
 def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
     """Sum over streams weighted by pre: [..., hc, d] and [..., hc] -> [..., d], float32 sum, streams' dtype."""
-    return jnp.sum(streams.astype(jnp.float32) * pre[..., None], axis=-2).astype(streams.dtype)
+    wide = streams.astype(jnp.float32)
+    return sum(pre[..., i, None] * wide[..., i, :] for i in range(streams.shape[-2])).astype(streams.dtype)
 
 
 def expand(streams: jax.Array, sub_out: jax.Array, mix: Mix) -> jax.Array:
     """new[j] = post[j] * sub_out + sum_i comb[i, j] * streams[i]; float32, rounded to the streams' dtype."""
-    residual = jnp.sum(mix.comb[..., :, :, None] * streams.astype(jnp.float32)[..., :, None, :], axis=-3)
+    wide = streams.astype(jnp.float32)
+    # Written out over the few source streams: element-wise code fuses, a reduction over them does not.
+    residual = sum(mix.comb[..., i, :, None] * wide[..., i, None, :] for i in range(streams.shape[-2]))
     return (mix.post[..., None] * sub_out.astype(jnp.float32)[..., None, :] + residual).astype(streams.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dsflash_jax.ops.rows import read_rows
@@ -56,15 +57,22 @@ class TableSource:
         return self.index_TxK.shape[1]
 
 
-def attend(q: jax.Array, keys: jax.Array, valid: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
-    """Softmax attention with sink over given keys: q [t, H, D], keys [t, K, D], valid [t, K] -> [t, H, D], q's dtype.
+def attend(
+    q: jax.Array, gathered: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array, scale: float
+) -> jax.Array:
+    """Softmax attention with sink over gathered keys of several sources: q [t, H, D] -> [t, H, D], q's dtype.
 
-    The sink [H] adds exp(sink) to the denominator only. A query without a valid key returns exactly zero.
-    In bfloat16 the probabilities are rounded before they meet the values; the denominator is not.
+    `gathered` holds (keys [t, K, D], valid [t, K]) per source; one softmax spans them all. The sink [H] adds exp(sink)
+    to the denominator only. A query without a valid key returns exactly zero. In bfloat16 the probabilities are
+    rounded before they meet the values; the denominator is not.
     """
-    logits = einsum_f32("thd,tkd->thk", q, keys.astype(q.dtype)) * scale
-    weights, denominator = sink_softmax(logits, valid[:, None, :], sink[:, None])
-    out = einsum_f32("thk,tkd->thd", weights.astype(q.dtype), keys.astype(q.dtype))
+    keys = [k.astype(q.dtype) for k, _ in gathered]
+    logits = jnp.concatenate([einsum_f32("thd,tkd->thk", q, k) for k in keys], axis=-1) * scale
+    valid = jnp.concatenate([v for _, v in gathered], axis=-1)[:, None, :]
+    weights, denominator = sink_softmax(logits, valid, sink[:, None])
+    bounds = np.cumsum([k.shape[1] for k in keys])[:-1]
+    parts = jnp.split(weights.astype(q.dtype), bounds, axis=-1)
+    out = sum(einsum_f32("thk,tkd->thd", w, k) for w, k in zip(parts, keys, strict=True))
     return (out / denominator).astype(q.dtype)
 
 
@@ -100,10 +108,7 @@ def sparse_attention(
     tile = max(1, min(rows, scratch_bytes // (4 * picks * (width + 2 * heads))))
 
     def one(index: jax.Array) -> jax.Array:
-        gathered = [source.gather(index) for source in sources]
-        keys = jnp.concatenate([k for k, _ in gathered], axis=1)
-        valid = jnp.concatenate([v for _, v in gathered], axis=1)
-        return attend(q_TxHxD[index], keys, valid, sink_H, scale)
+        return attend(q_TxHxD[index], [source.gather(index) for source in sources], sink_H, scale)
 
     if tile >= rows:
         return one(jnp.arange(rows))
