@@ -41,8 +41,9 @@ def make_step(
 ) -> StepInfo:
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
-    Sizes default to the next power of two. Raises ValueError for empty chunks, token ids out of range, positions past
-    `max_position_embeddings`, block tables too short, repeated slots, and buckets too small.
+    Sizes default to the next power of two. Raises ValueError for a chunk without tokens, token ids out of range,
+    positions past `max_position_embeddings`, block tables too short or naming a page twice, repeated or negative slots,
+    facts that contradict `start`, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)
@@ -55,7 +56,8 @@ def make_step(
     for name, have, need in (("rows", rows, total), ("seqs", seqs, len(chunks)), ("pages", pages, widest)):
         if have < need:
             raise ValueError(f"{name}={have} is smaller than the {need} that this step needs.")
-    per_row = {"tokens": np.zeros(rows, np.int32), "positions": np.full(rows, -1, np.int32), "row_to_seq": np.zeros(rows, np.int32)}
+    per_row = {n: np.zeros(rows, np.int32) for n in ("tokens", "row_to_seq")}
+    per_row |= {"positions": np.full(rows, -1, np.int32)}
     per_seq = {n: np.zeros(seqs, np.int32) for n in ("start", "length", "replay_start", "write_floor")}
     per_seq |= {n: np.full(seqs, -1, np.int32) for n in ("slot", "last_row", "previous_token")}
     last_chunk, table, row = np.zeros(seqs, bool), np.full((seqs, pages), -1, np.int32), 0
@@ -79,17 +81,43 @@ def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
     where = f"slot {chunk.slot}"
     if n == 0:
         raise ValueError(f"{where}: tokens is empty, a chunk needs at least one token.")
-    ids = np.asarray(chunk.tokens)
-    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= cfg.vocab_size:
-        bad = next((t for t in chunk.tokens if not 0 <= t < cfg.vocab_size), ids.dtype)
-        raise ValueError(f"{where}: token id {bad} is outside 0..{cfg.vocab_size - 1}.")
+    if chunk.slot < 0:
+        raise ValueError(f"slot={chunk.slot} must not be negative: only padding has no slot.")
+    check_token_ids(chunk.tokens, cfg, where)
     end = chunk.start + n
     if chunk.start < 0 or end > cfg.max_position_embeddings:
         limit = cfg.max_position_embeddings
         raise ValueError(f"{where}: positions {chunk.start}..{end - 1} exceed max_position_embeddings={limit}.")
-    need = -(-end // cfg.page_size)
-    if len(chunk.pages) < need and cfg.kv_source_layer_ids:
-        raise ValueError(f"{where}: block table of {len(chunk.pages)} pages is too short, {end} tokens need {need} of {cfg.page_size}.")
+    _check_facts(chunk, cfg, where)
+    have, need = len(chunk.pages), -(-end // cfg.page_size)
+    if have < need and cfg.kv_source_layer_ids:
+        short = f"block table of {have} pages is too short"
+        raise ValueError(f"{where}: {short}, {end} tokens need {need} pages of {cfg.page_size}.")
+    if min(chunk.pages, default=0) < 0 or len(set(chunk.pages)) != have:
+        raise ValueError(f"{where}: pages={list(chunk.pages)} must be distinct and not negative.")
+
+
+def _check_facts(chunk: Chunk, cfg: ModelConfig, where: str) -> None:
+    if not 0 <= chunk.replay_start <= chunk.start:
+        raise ValueError(f"{where}: replay_start={chunk.replay_start} must lie in 0..start={chunk.start}.")
+    if chunk.write_floor < 0:
+        raise ValueError(f"{where}: write_floor={chunk.write_floor} must not be negative.")
+    first = chunk.previous_token == -1
+    if not first:
+        check_token_ids([chunk.previous_token], cfg, f"{where}, previous_token")
+    if cfg.token_shift and first != (chunk.start == 0):
+        rule = "the token before start, which token_shift reads; -1 at start 0 only"
+        raise ValueError(f"{where}: previous_token={chunk.previous_token} at start={chunk.start} must be {rule}.")
+
+
+def check_token_ids(tokens: Sequence[int], cfg: ModelConfig, where: str) -> None:
+    """Raises ValueError, its sentence starting with `where`, if an id is not an integer in 0..vocab_size - 1."""
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"{where}: token ids of type {ids.dtype} must be integers.")
+    outside = (ids < 0) | (ids >= cfg.vocab_size)
+    if outside.any():
+        raise ValueError(f"{where}: token id {ids[outside][0]} is outside 0..{cfg.vocab_size - 1}.")
 
 
 def check_capacity(chunks: Sequence[Chunk], cache: ModelCache) -> None:

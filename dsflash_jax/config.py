@@ -239,7 +239,7 @@ def _check_layers(cfg: ModelConfig) -> None:
         _fail("compress_ratios", list(cfg.compress_ratios), "must be 0 in the draft layers")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         _check_layer_list(cfg, name)
-    kv_source = index_source = None
+    kv_source = None
     for layer, ratio in enumerate(cfg.layer_ratios):
         where = f"at layer {layer}"
         if ratio < 0 or (ratio and cfg.page_size % ratio):
@@ -250,14 +250,12 @@ def _check_layers(cfg: ModelConfig) -> None:
                 rule = "must also be in index_source_layer_ids: new KV needs a new selection"
                 _fail("kv_source_layer_ids", layer, rule)
         if layer in cfg.index_source_layer_ids:
-            index_source = layer
             if ratio == 0:
                 _fail("index_source_layer_ids", layer, "names a layer whose compress ratio is 0")
         if ratio == 0:
             continue
-        if kv_source is None or index_source is None:
-            missing = "KV" if kv_source is None else "index"
-            rule = f"{where} makes the layer a consumer before its source: no {missing} source at or below it"
+        if kv_source is None:  # a KV source is an index source too, so this finds a missing selection as well
+            rule = f"{where} makes the layer a consumer before its source: no KV source at or below it"
             _fail("compress_ratios", ratio, rule)
         if cfg.layer_ratios[kv_source] != ratio:
             rule = f"{where} differs from ratio {cfg.layer_ratios[kv_source]} of its KV source, layer {kv_source}"
