@@ -64,7 +64,8 @@ def roles(config: Config) -> int:
 
     rows = roles_table(ModelConfig.from_json(config_path(config)))
     first = ("layer", "label")
-    _print_table(f"Layer roles of {config.stem}", [{**{key: row[key] for key in first}, **row} for row in rows])
+    shown = [{key: "" if value is False else value for key, value in row.items()} for row in rows]  # few are true
+    _print_table(f"Layer roles of {config.stem}", [{**{key: row[key] for key in first}, **row} for row in shown])
     return 0
 
 
