@@ -120,7 +120,7 @@ def bits_per_byte(nll, text_mask) -> float | None:
 
 
 def coverage_summary(coverage) -> dict:
-    """Indexer coverage [.., index-source layers]: mean per layer, their mean and their maximum.
+    """Indexer coverage [.., layers with a global branch]: mean per layer, their mean and their maximum.
 
     The mean alone misleads: one carrying layer may hold .98 while others show .01 and the task is solved.
     """

@@ -33,7 +33,8 @@ class Records(NamedTuple):
 
     nll: float32[B, T], nats of the target. correct: bool[B, T], the target is the best token.
     asked, text_mask: bool[B, T]; lag: int32[B, T]; aligned: bool[B, T]: as in Batch (asked is its answer_mask).
-    coverage: float32[batches, index-source layers].
+    coverage: float32[batches, layers with a global branch]. Only a dense evaluation measures it: under top-k the
+    unselected entries get no attention, and every coverage is 1.
     """
 
     nll: np.ndarray

@@ -14,7 +14,8 @@ class StepMetrics:
     """One optimiser step. Losses in nats, before the update; step counts from 1 to steps.
 
     answer_average: moving average of the answer loss; dense: the selection was dense in this step;
-    switch_step: the first step with top-k selection, None while dense. coverage: per index-source layer.
+    switch_step: the first step with top-k selection, None while dense. coverage: per layer with a global branch
+    (1 by construction once top-k is on).
     step_seconds: this step, rows included; tokens_per_second and seconds_left: from the last steps of this session,
     compilation excluded.
     """

@@ -13,7 +13,7 @@ class Model(NamedTuple):
 
     init(cfg, seed) -> params, a nested dict; params["freqs"], where present, holds buffers that are not trained.
     forward(params, tokens int32[B, T], cfg, *, dense, use_global, indexer_target) -> an object with logits [B, T, V]
-    float32, indexer_kl (scalar) and coverage [index-source layers]; dense and use_global are traced booleans.
+    float32, indexer_kl (scalar) and coverage [layers with a global branch]; dense and use_global are traced booleans.
     """
 
     init: Callable[..., dict[str, Any]]

@@ -47,7 +47,7 @@ class TrainRows(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """Scalars of one step, and coverage per index-source layer."""
+    """Scalars of one step, and coverage per layer with a global branch."""
 
     loss: LossParts
     coverage: jax.Array
