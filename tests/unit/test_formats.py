@@ -216,10 +216,9 @@ def rows_of_every_code(name):
         return np.concatenate([np.tile(pairs, (len(scales), 1)), scales.repeat(4 if name == "fp4_e4m3" else 2, 1)], 1)
     codes = np.array([c for c in range(256) if c & 127 != 127], np.uint8)
     groups = np.full((12, 32), 0x7E, np.uint8)
-    groups[:, :22].reshape(-1)[: len(codes)] = codes[:264]
     groups[:, :22] = np.resize(codes, (12, 22))
     rows = groups.reshape(6, 64)
-    exponents = np.arange(105, 247, dtype=np.uint8) if name == "mxfp8" else np.arange(106, 247, dtype=np.uint8)
+    exponents = np.arange(105, 247, dtype=np.uint8)
     rows = np.tile(rows, (len(exponents), 1))
     exponents = exponents.repeat(6)[:, None]
     if name == "mxfp8":
