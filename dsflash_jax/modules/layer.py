@@ -12,11 +12,11 @@ from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention, Rope
 from dsflash_jax.modules.selection import select, table_entries
-from dsflash_jax.modules.step_index import Tiles, completing_rows, history_index
+from dsflash_jax.modules.step_index import Tiles, completing_rows, history_index, interleave_history
 from dsflash_jax.ops.compressor import pool
 from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.ops.rows import read_bytes, write_bytes
-from dsflash_jax.ops.sparse_attention import RowSource, TableSource, sparse_attention
+from dsflash_jax.ops.sparse_attention import BandSource, MaskedTableSource, RowSource, Source, TableSource, sparse_attention
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 
 
@@ -52,19 +52,21 @@ def attention_step(
     rope = context.rope(role.rope, step.positions)
     q, qr = attn.query(x, rope)
     window, cache = _window(attn, x, rope, context, cache)
-    sources: list[RowSource | TableSource] = [window]
+    sources: list[Source] = [window]
     if role.owns_kv:
         cache = _insert_entries(attn, x, context, cache)
     if role.indexes:
         index_query = attn.indexer.query(x, qr, rope)
         published = select(index_query, published, step, context.tiles, cache.pages, role, cfg, capture)
     if role.ratio:
-        sources.append(_main_source(published.selection_TxK, step, cache.pages, role.kv_source, cfg))
-    out = sparse_attention(q, sources, attn.attn_sink[...], scale=attn.scale, scratch_bytes=cfg.scratch_bytes)
+        sources.append(_main_source(published.selection_TxK, context, cache.pages, role.kv_source, cfg))
+    tiles = (context.tiles.rows, context.tiles.seq, context.tiles.place)
+    out = sparse_attention(q, sources, attn.attn_sink[...], tiles, scale=attn.scale, scratch_bytes=cfg.scratch_bytes)
     if capture is not None:
         capture |= {"selection": published.selection_TxK, "candidates": published.candidates_TxC}
-        wanted = step.positions[:, None] - cfg.sliding_window + 1 + jnp.arange(cfg.sliding_window)
-        capture["window_positions"] = jnp.where(window.index_TxK >= 0, wanted, -1)
+        back = jnp.arange(cfg.sliding_window) - cfg.sliding_window + 1
+        seen = window.last_T[:, None] + back >= window.first_T[:, None]
+        capture["window_positions"] = jnp.where(seen, step.positions[:, None] + back, -1)
     return attn.output(out, rope), cache, published
 
 
@@ -81,17 +83,18 @@ def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cac
     old_offset = member.offset + old_position % member.rows_per_page * member.row_bytes
     slot = jnp.broadcast_to(step.slot[:, None], old_position.shape)
     old = read_bytes(cache.ring, slot, old_offset, member.row_bytes)
-    packed = jnp.concatenate([old.reshape(-1, member.row_bytes), fresh])
-    table = member.format.unpack(packed, member.width)
-    wanted = step.positions[:, None] - history + jnp.arange(cfg.sliding_window)
-    rows_seq = step.row_to_seq[:, None]
-    index = history_index(step, rows_seq, wanted, history)
-    index = jnp.where((wanted >= step.replay_start[rows_seq]) & (step.positions >= 0)[:, None], index, -1)
+    packed = interleave_history(step, old, fresh)
+    seq = step.row_to_seq
+    own = history_index(step, seq, step.positions, history)
+    oldest = jnp.maximum(jnp.maximum(step.replay_start[seq], step.positions - history), 0)
+    first = own - (step.positions - oldest)
+    last = jnp.where(step.positions >= 0, own, -1)
+    window = BandSource(member.format.unpack(packed, member.width), first, last, cfg.sliding_window)
     # Only the last `rows_per_page` rows of a sequence are written: earlier ones would share their addresses.
-    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - member.rows_per_page)
-    page = jnp.where(keep, step.slot[step.row_to_seq], -1)
+    keep = (step.positions >= 0) & (step.positions >= step.length[seq] - member.rows_per_page)
+    page = jnp.where(keep, step.slot[seq], -1)
     offset = member.offset + jnp.maximum(step.positions, 0) % member.rows_per_page * member.row_bytes
-    return TableSource(table, index), dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, fresh))
+    return window, dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, fresh))
 
 
 def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: ModelCache) -> ModelCache:
@@ -124,7 +127,7 @@ def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Ar
     fresh = attn.compressor.rows(x)
     old_position = step.start[:, None] - history + jnp.arange(history)
     old = cache.state[jnp.maximum(step.slot, 0)[:, None], owner, old_position % kept]
-    table = jnp.concatenate([old.reshape(-1, fresh.shape[-1]), fresh])
+    table = interleave_history(step, old, fresh)
     members = position[:, None] - history + jnp.arange(role.ratio)
     index = history_index(step, step.row_to_seq[row][:, None], members, history)
     values, gate = jnp.split(table[jnp.maximum(index, 0)], 2, axis=-1)
@@ -135,8 +138,9 @@ def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Ar
     return latent, dataclasses.replace(cache, state=state)
 
 
-def _main_source(selection: jax.Array, step: StepInfo, pages: jax.Array, kv_source: int, cfg: ModelConfig):
-    """The selected main rows: unpacked once into a table when they are read more often than there are rows."""
+def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, kv_source: int, cfg: ModelConfig):
+    """The selected main rows: picked and unpacked per query, or unpacked once for all queries, whichever is less work."""
+    step = context.step
     member = cache_layout(cfg).member(kv_source, "main")
     tables = step.block_tables[GLOBAL_GROUP]
     entries = table_entries(step, member)
@@ -145,8 +149,10 @@ def _main_source(selection: jax.Array, step: StepInfo, pages: jax.Array, kv_sour
     if rows * picks < step.num_seqs * entries or table_bytes > cfg.scratch_bytes:
         page, offset = member.address(tables[step.row_to_seq], selection)
         return RowSource(pages, page, offset, member.format, member.width)
-    index = jnp.where(selection >= 0, step.row_to_seq[:, None] * entries + selection, -1)
-    return TableSource(_unpack_tables(tables, pages, member), index)
+    table = _unpack_tables(tables, pages, member).reshape(step.num_seqs, entries, member.width)
+    # A dense product over the whole table costs about as much per key as 1/8 of a picked key (two CPU cores).
+    dense = context.tiles.rows.shape[1] >= 16 and entries <= 8 * picks
+    return (MaskedTableSource if dense else TableSource)(table, selection)
 
 
 def _unpack_tables(tables: jax.Array, pages: jax.Array, member: Member) -> jax.Array:

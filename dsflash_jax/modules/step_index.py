@@ -46,14 +46,32 @@ def completing_rows(step: StepInfo, ratio: int) -> jax.Array:
     return jnp.nonzero(done, size=size, fill_value=-1)[0]
 
 
-def history_index(step: StepInfo, seq: jax.Array, position: jax.Array, history: int) -> jax.Array:
-    """Index of a token's row in the table [S * history old rows | T fresh rows].
+def interleave_history(step: StepInfo, old: jax.Array, fresh: jax.Array) -> jax.Array:
+    """One table in which each sequence's old rows stand right before its fresh ones, so that runs are contiguous.
 
-    Old rows are the `history` positions before each sequence's start, oldest first. -1 where the position is negative
-    or older than that. `position` may have trailing axes beyond `seq`.
+    old: [S, history, W], oldest first; fresh: [T, W]. Returns [S * history + T, W]; `history_index` finds rows in it.
+    """
+    seqs, history = old.shape[:2]
+    if seqs == 1:
+        return jnp.concatenate([old[0], fresh])
+    table = jnp.zeros((seqs * history + step.num_rows, old.shape[-1]), old.dtype)
+    first = _block_start(step, history)
+    old_at = jnp.where((step.slot >= 0)[:, None], first[:, None] + jnp.arange(history), table.shape[0])
+    fresh_at = history_index(step, step.row_to_seq, step.positions, history)
+    fresh_at = jnp.where(step.positions >= 0, fresh_at, table.shape[0])
+    return table.at[old_at].set(old, mode="drop").at[fresh_at].set(fresh, mode="drop")
+
+
+def history_index(step: StepInfo, seq: jax.Array, position: jax.Array, history: int) -> jax.Array:
+    """Row of a token in the table of `interleave_history`; -1 before position 0 or more than `history` before start.
+
+    `position` may have trailing axes beyond `seq`.
     """
     start = step.start[seq]
-    fresh = step.num_seqs * history + step.first_row[seq] + position - start
-    old = seq * history + position - (start - history)
-    index = jnp.where(position >= start, fresh, old)
+    index = _block_start(step, history)[seq] + position - (start - history)
     return jnp.where((position >= 0) & (position >= start - history), index, -1)
+
+
+def _block_start(step: StepInfo, history: int) -> jax.Array:
+    """[S] first table row of each sequence's block of `history` old rows and its fresh rows."""
+    return jnp.arange(step.num_seqs) * history + step.first_row

@@ -100,7 +100,7 @@ def routed_experts(
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows per block: 1 while there are few pairs (decode), else about one expert's share, at most 128."""
+    """Rows per block: 1 while there are few pairs (decode), else about half of one expert's share, 8 to 64."""
     if pairs <= 2 * experts:
         return 1
-    return min(128, max(8, 1 << (pairs // experts - 1).bit_length()))
+    return min(64, max(8, 1 << (pairs // experts // 2).bit_length()))
