@@ -1,65 +1,68 @@
-"""Explaining an index score that differs: one FP4 code of its query, on a rounding boundary, fell the other way."""
+"""Explaining index scores that differ: the row's query had a value on a rounding boundary, which fell the other way.
+
+A query is rounded to FP4 before it meets the keys, so a difference in the last place of a sum can move a whole row of
+scores by a code step. Such a row is accepted only if one named value really lies on the boundary and the other side of
+it gives the recorded row. In float32 these are the FP4 codes; in bfloat16 also every earlier rounding of the query.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from dsflash_jax import steps
 from dsflash_jax.numerics.formats import get_format
+from dsflash_jax.ops.indexer import index_scores
+from dsflash_jax.ops.linear import linear_f32
+from dsflash_jax.ops.norms import rms_norm
+from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.parity.golden import Trace
-from dsflash_jax.parity.rules import FLOAT_ATOL, differences
+from dsflash_jax.parity.rules import FLOAT_ATOL, bf16_ulp, differences
 from dsflash_jax.roles import kv_owners, layer_roles
 
-# How near to a rounding boundary a component must lie to count as undecided, in units of its group's scale.
-BOUNDARY = 1e-4
-# Undecided components of one query that may fall the other way at once.
+# How near to a rounding boundary a value counts as undecided: in units of its FP4 group's scale, or of its own last
+# place in bfloat16. Both are some hundred times the float32 rounding of the sums in question.
+FP4_BOUNDARY, BF16_BOUNDARY = 1e-4, 2e-3
+# Undecided FP4 codes of one query that may fall the other way at once.
 MOST_FLIPS = 2
 
 
-def flipped_queries(trace: Trace, ours: dict[str, Any], key: str, rows: np.ndarray) -> np.ndarray:
-    """bool per listed row of the flattened scores `key`: whether flipping undecided query codes gives the golden row.
+def flipped_queries(trace: Trace, attn_in: dict[str, Any], key: str, rows: np.ndarray) -> np.ndarray:
+    """bool per listed row of the flattened scores `key`: whether undecided roundings of its query give the golden row.
 
-    The query is recomputed from this package's own attention input; keys are the recorded ones. Every score of the row
-    must then agree within the float tolerance. A row that agrees without any flip is explained by a recorded key that
-    differs (which the caches' rule counts).
+    The query is recomputed from `attn_in` (golden name -> rows); keys are the recorded ones. All scores of the row must
+    then agree. A row that agrees with no value moved is explained by a recorded key that differs, which the caches'
+    rule counts.
     """
-    return np.array([_explained(trace, ours, key, int(row)) for row in rows])
+    return np.array([_explained(trace, attn_in, key, int(row)) for row in rows], bool)
 
 
-def _explained(trace: Trace, ours: dict[str, Any], key: str, row: int) -> bool:
+def _explained(trace: Trace, attn_in: dict[str, Any], key: str, row: int) -> bool:
     layer, phase = int(key.split("/")[0].removeprefix("L")), key.split("/")[1]
     golden = trace.arrays[key]
     golden = golden.reshape(-1, golden.shape[-1])[row]
-    x = ours[f"L{layer}/{phase}/attn_in"]
-    x = x.reshape(-1, x.shape[-1])[row : row + 1]
+    golden = golden[~np.isnan(golden)]
+    x = attn_in[f"L{layer}/{phase}/attn_in"]
+    x = x.reshape(-1, x.shape[-1])[row]
     prefill = phase == "prefill"
     batch = row // trace.prompt if prefill else row % trace.batch
     position = row % trace.prompt if prefill else trace.prompt + row // trace.batch
-    raw, weights = _query(trace, layer, x, position)
+    rounded = trace.cfg.dtype == "bfloat16"
+    limit = bf16_ulp(golden) if rounded else FLOAT_ATOL
+    variants = list((_bf16_queries if rounded else _fp4_queries)(trace, layer, x, position))
     for keys in _key_tables(trace, layer, batch, golden.size):
-        for query in _roundings(raw, trace.cfg.index_format):
-            dots = np.maximum(query @ keys.T, 0)
-            scores = np.where(np.isfinite(golden), np.sum(dots * weights[:, None], axis=0), golden)
-            if np.max(differences(golden, scores), initial=0.0) <= FLOAT_ATOL:
+        for query, weights in variants:
+            scores = np.asarray(index_scores(query[None], weights[None], keys, trace.cfg.score_dtype))[0]
+            if np.all(differences(golden, np.where(np.isfinite(golden), scores, golden)) <= limit):
                 return True
     return False
 
 
-def _query(trace: Trace, layer: int, x: np.ndarray, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """Unrounded indexer query [H, D] and head weights [H] of one row."""
-    attn = steps.bind(trace.params, trace.cfg).layers[layer].attn
-    table = trace.params["freqs"][layer_roles(trace.cfg)[layer].rope]
-    rope = tuple(np.asarray(table[part])[position : position + 1] for part in ("cos", "sin"))
-    _, latent = attn.query(x, rope)
-    query = attn.indexer.query(x, latent, rope, rounded=False)
-    return np.asarray(query.q)[0], np.asarray(query.weights)[0]
-
-
-def _key_tables(trace: Trace, layer: int, batch: int, width: int):
-    """Recorded index keys [width, D] that the row may have been scored against: the layer's own, or (raw) any owner's."""
+def _key_tables(trace: Trace, layer: int, batch: int, width: int) -> Iterator[np.ndarray]:
+    """Recorded index keys [width, D] that the row may have met: the layer's own, or (raw) any owner's."""
     cfg = trace.cfg
     owners = [layer_roles(cfg)[layer].kv_source]
     owners += [owner.layer for owner in kv_owners(cfg)] if cfg.stale_index_keys else []
@@ -68,23 +71,73 @@ def _key_tables(trace: Trace, layer: int, batch: int, width: int):
         yield np.pad(keys, [(0, width - len(keys)), (0, 0)])
 
 
-def _roundings(raw: np.ndarray, format_name: str):
-    """The rounded query, then its variants with up to MOST_FLIPS undecided components on the other side."""
-    fmt = get_format(format_name)
-    rounded = np.asarray(fmt.fake_quant(raw))
-    groups = np.abs(raw).reshape(*raw.shape[:-1], -1, fmt.group)
-    amax = np.maximum(groups.max(axis=-1, keepdims=True), fmt.scale.floor)
-    scale = np.exp2(np.ceil(np.log2(amax.astype(np.float64) / fmt.element.largest)))
-    scale = np.broadcast_to(scale, groups.shape).reshape(raw.shape)
-    yield rounded
-    # Moving a component past the boundary by twice the margin shows its other code.
+def _fp4_queries(trace: Trace, layer: int, x: np.ndarray, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(query [H, D], weights [H]) in float32: as rounded, then with up to MOST_FLIPS undecided codes moved."""
+    query, weights = _Indexing(trace, layer, x, position).unrounded(None)
+    fmt = get_format(trace.cfg.index_format)
+    rounded = np.asarray(fmt.fake_quant(query))
+    yield rounded, weights
+    groups = np.abs(query).reshape(*query.shape[:-1], -1, fmt.group)
+    largest = np.maximum(groups.max(axis=-1, keepdims=True), fmt.scale.floor).astype(np.float64)
+    scale = np.exp2(np.ceil(np.log2(largest / fmt.element.largest)))
+    margin = FP4_BOUNDARY * np.broadcast_to(scale, groups.shape).reshape(query.shape)
     options = []
-    for direction in (1, -1):
-        moved = np.asarray(fmt.fake_quant((raw + direction * BOUNDARY * scale).astype(np.float32)))
-        options += [(tuple(at), moved[tuple(at)]) for at in np.argwhere(moved != rounded)]
+    for moved in (query + margin, query - margin):
+        other = np.asarray(fmt.fake_quant(moved.astype(np.float32)))
+        options += [(tuple(at), other[tuple(at)]) for at in np.argwhere(other != rounded)]
     for count in range(1, MOST_FLIPS + 1):
         for chosen in itertools.combinations(options, count):
             variant = rounded.copy()
             for at, value in chosen:
                 variant[at] = value
-            yield variant
+            yield variant, weights
+
+
+def _bf16_queries(trace: Trace, layer: int, x: np.ndarray, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(query, weights) in bfloat16 values: as rounded, then with one undecided rounding moved at a time."""
+    indexing = _Indexing(trace, layer, x, position)
+    fmt = get_format(trace.cfg.index_format)
+    undecided: list[tuple[str, int]] = []
+    query, weights = indexing.unrounded(undecided)
+    yield np.asarray(fmt.fake_quant(query)), weights
+    for moved in undecided:
+        query, weights = indexing.unrounded(None, moved)
+        yield np.asarray(fmt.fake_quant(query)), weights
+
+
+class _Indexing:
+    """The way from one attention input to the indexer's query, stage by stage, with access to every rounding."""
+
+    def __init__(self, trace: Trace, layer: int, x: np.ndarray, position: int):
+        self.cfg, self.x = trace.cfg, np.asarray(x, np.float32)
+        self.attn = steps.bind(trace.params, trace.cfg).layers[layer].attn
+        table = trace.params["freqs"][layer_roles(trace.cfg)[layer].rope]
+        self.rope = tuple(np.asarray(table[part])[position] for part in ("cos", "sin"))
+
+    def unrounded(self, undecided: list | None, moved: tuple[str, int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(query [H, D] before FP4, weights [H]). Lists undecided bfloat16 roundings; `moved` goes the other way."""
+        cfg, attn = self.cfg, self.attn
+
+        def stage(name: str, value: Any) -> np.ndarray:
+            value = np.asarray(value, np.float32)
+            if cfg.dtype != "bfloat16":
+                return value
+            unit = np.exp2(np.frexp(np.abs(value))[1] - 8.0)
+            down = np.floor(value / unit) * unit
+            above = value / unit - np.floor(value / unit) - 0.5
+            up = (above > 0) | ((above == 0) & (np.floor(value / unit) % 2 == 1))
+            if undecided is not None:
+                undecided.extend((name, int(at)) for at in np.flatnonzero(np.abs(above) < BF16_BOUNDARY))
+            if moved is not None and moved[0] == name:
+                up.reshape(-1)[moved[1]] ^= True
+            return (down + up * unit).astype(np.float32)
+
+        def product(x: np.ndarray, linear: Any) -> np.ndarray:
+            return np.asarray(linear_f32(x, linear.weight[...]))
+
+        latent = stage("wq_a", product(self.x, attn.wq_a))
+        latent = stage("q_norm", rms_norm(latent, attn.q_norm.weight[...], attn.q_norm.eps))
+        query = stage("wq_b", product(latent, attn.indexer.wq_b)).reshape(cfg.index_n_heads, cfg.index_head_dim)
+        query = stage("rope", apply_rope(query, *self.rope))
+        weights = stage("weights_proj", product(self.x, attn.indexer.weights_proj))
+        return query, stage("scale", weights * np.float32(cfg.index_head_dim**-0.5 * cfg.index_n_heads**-0.5))

@@ -26,15 +26,14 @@ from dsflash_jax.modules.transformer import Layer, Transformer, commit_lengths
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.parity.golden import Trace
 from dsflash_jax.parity.replay import Rows, batch_step, replay_with
-from dsflash_jax.parity.rules import Comparison
 from dsflash_jax.roles import LayerRole, layer_roles
 from dsflash_jax.types import Published, StepInfo
 
 STREAMS = ("attn_in", "attn_out", "ffn_in", "ffn_out", "h_out")
 
 
-def compare_layers(trace: Trace) -> Comparison:
-    """A bfloat16 golden file beside what each sub-layer makes of its recorded inputs."""
+def replay_layers(trace: Trace) -> dict[str, Any]:
+    """All arrays of a golden file as each part of this package computes them from its recorded inputs."""
 
     def run(cache: ModelCache, tokens: np.ndarray, phase: Rows):
         step = batch_step(trace, tokens, phase.start)
@@ -43,7 +42,7 @@ def compare_layers(trace: Trace) -> Comparison:
         captured[-1]["logits_all"] = logits
         return captured, cache
 
-    return Comparison(trace.cfg, trace.prompt, trace.arrays, replay_with(trace, run))
+    return replay_with(trace, run)
 
 
 def recorded_inputs(trace: Trace, phase: Rows, num_rows: int) -> list[dict[str, np.ndarray]]:
@@ -91,7 +90,9 @@ def _at_step(trace: Trace, key: str, step: int | None) -> np.ndarray:
     return array[int(np.flatnonzero(steps_of == step)[0])]
 
 
-@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",))
+@functools.partial(
+    jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING
+)
 def forced_step(params: steps.Params, cache: ModelCache, step: StepInfo, given: list[dict], cfg: ModelConfig):
     """As `steps.trace_step`, but every part takes the recorded rows `given` of `recorded_inputs` as its input."""
     model = steps.bind(params, cfg)
@@ -108,7 +109,8 @@ def forced_step(params: steps.Params, cache: ModelCache, step: StepInfo, given: 
     return logits, commit_lengths(cache, step.slot, step.length), captures
 
 
-def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCache, published: Published, given: dict):
+def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCache, published: Published, given):
+    """(captured arrays, cache, what is published next) of one layer between recorded arrays."""
     capture: dict[str, Any] = {}
 
     def attention(x: jax.Array) -> jax.Array:
@@ -129,7 +131,7 @@ def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: Model
     return capture, cache, published
 
 
-def _forced_attention(layer: Layer, context: StepContext, cache: ModelCache, published: Published, given, capture: dict):
+def _forced_attention(layer: Layer, context: StepContext, cache: ModelCache, published: Published, given, capture):
     """(attention output, cache, what is published next), with the recorded selection in every role."""
     attn, x = layer.attn, given["attn_in"]
     role: LayerRole = attn.role

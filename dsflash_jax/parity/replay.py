@@ -38,6 +38,10 @@ class Rows:
         return np.arange(self.start, self.start + self.count)
 
 
+# (cache, tokens [B, n], phase) -> (one dict of arrays per layer and a final one, cache).
+RunPhase = Callable[[ModelCache, np.ndarray, Rows], tuple[list[dict[str, Any]], ModelCache]]
+
+
 def replay(trace: Trace) -> dict[str, Any]:
     """All arrays of a golden file as this package computes them: one prefill of T tokens, then N decode steps."""
 
@@ -50,7 +54,7 @@ def replay(trace: Trace) -> dict[str, Any]:
     return replay_with(trace, run)
 
 
-def replay_with(trace: Trace, run: Callable[[ModelCache, np.ndarray, Rows], tuple[list[dict], ModelCache]]) -> dict[str, Any]:
+def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
     """Golden names -> arrays, from a `run` that gives per phase one dict of arrays per layer and a final one."""
     cfg, ids, cache = trace.cfg, trace.arrays["input_ids"], empty_cache(trace)
     phase = Rows(trace.batch, trace.prompt, 0)

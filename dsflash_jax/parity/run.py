@@ -11,7 +11,7 @@ import numpy as np
 
 from dsflash_jax.parity.flips import flipped_queries
 from dsflash_jax.parity.golden import MODES, Trace, load_trace
-from dsflash_jax.parity.layerwise import compare_layers
+from dsflash_jax.parity.layerwise import replay_layers
 from dsflash_jax.parity.replay import replay
 from dsflash_jax.parity.rules import ATOL_RULE, ULP_RULE, Comparison, Verdict, flip_budget
 from dsflash_jax.parity.units import judge_units
@@ -60,7 +60,7 @@ def _row(path: pathlib.Path) -> dict[str, Any]:
         return _unbuilt_row(name, trace)
     if trace.mode.startswith("bf16"):
         calm = _calm(trace, path) if _is_calm(trace) else []
-        return _summary(name, verdicts_of(compare_layers(trace)) + calm, "layer by layer" + (", logits end to end" if calm else ""))
+        return _summary(name, judge_layers(trace) + calm, "layer by layer" + (", logits end to end" if calm else ""))
     return _summary(name, judge_trace(trace), "")
 
 
@@ -73,6 +73,12 @@ def judge_trace(trace: Trace) -> list[Verdict]:
     ours = replay(trace)
     explain = functools.partial(flipped_queries, trace, ours)
     return verdicts_of(Comparison(trace.cfg, trace.prompt, trace.arrays, ours, explain))
+
+
+def judge_layers(trace: Trace) -> list[Verdict]:
+    """Verdicts for every array of a bfloat16 trace, each from recorded inputs."""
+    explain = functools.partial(flipped_queries, trace, trace.arrays)
+    return verdicts_of(Comparison(trace.cfg, trace.prompt, trace.arrays, replay_layers(trace), explain))
 
 
 def verdicts_of(comparison: Comparison) -> list[Verdict]:
