@@ -19,6 +19,8 @@ from dsflash_jax.modules.whole_sequence import Flags, ForwardOutput, whole_seque
 from dsflash_jax.types import StepInfo
 
 Params = dict[str, Any]  # nested dict of arrays; keys are released tensor names
+# XLA may otherwise cancel a cast to bfloat16 and back, and with it a rounding that the reference makes.
+EXACT_ROUNDING = {"xla_allow_excess_precision": False}
 
 
 @functools.lru_cache(maxsize=32)
@@ -67,7 +69,9 @@ def forward(
     return whole_sequence(bind(params, cfg), tokens, flags, indexer_target)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "logits"), donate_argnames=("cache",))
+@functools.partial(
+    jax.jit, static_argnames=("cfg", "logits"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
+)
 def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, logits: str, advance: jax.Array):
     out, cache = bind(params, cfg)(step, cache, logits)
     length = jax.numpy.where(advance, step.length, step.start)
@@ -98,7 +102,7 @@ def commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCache
     return commit_lengths(cache, step.slot, step.start + accepted)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING)
 def trace_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig):
     """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one)."""
     captures: list[dict] = []
