@@ -162,20 +162,24 @@ def generate(
     prompt: str,
     tokens: int = 128,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
 ) -> int:
     """Stream text from a checkpoint of `dsflash run`, through prefill and decode.
 
     Args:
-        checkpoint: a checkpoint folder.
-        prompt: the text to continue.
+        checkpoint: folder of a run, of its checkpoints, or one of them.
+        prompt: the text to continue; `<k7>` and `<v12>` are the lab's key and value tokens.
         tokens: tokens to add at most.
         temperature: 0 takes the best token; above, samples.
+        top_k: samples among that many best tokens; 0 takes all.
+        top_p: samples among the best tokens that reach this probability; 1 takes all.
         seed: seed of the sampling.
     """
     from dsflash_jax.generate import stream
 
-    for piece in stream(checkpoint, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed):
+    for piece in stream(checkpoint, prompt, tokens, temperature, seed, top_k=top_k, top_p=top_p):
         print(piece, end="", flush=True)
     print()
     return 0
