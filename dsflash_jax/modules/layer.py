@@ -152,7 +152,7 @@ def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, k
     table = _unpack_tables(tables, pages, member).reshape(step.num_seqs, entries, member.width)
     # A dense product over the whole table costs about as much per key as 1/8 of a picked key (two CPU cores).
     dense = context.tiles.rows.shape[1] >= 16 and entries <= 8 * picks
-    return (MaskedTableSource if dense else TableSource)(table, selection)
+    return MaskedTableSource(table, selection, entries) if dense else TableSource(table, selection)
 
 
 def _unpack_tables(tables: jax.Array, pages: jax.Array, member: Member) -> jax.Array:

@@ -65,7 +65,6 @@ def collapse(streams: jax.Array, pre: jax.Array) -> jax.Array:
 
 def expand(streams: jax.Array, sub_out: jax.Array, mix: Mix) -> jax.Array:
     """new[j] = post[j] * sub_out + sum_i comb[i, j] * streams[i]; float32, rounded to the streams' dtype."""
-    wide = streams.astype(jnp.float32)
-    # Written out over the few source streams: element-wise code fuses, a reduction over them does not.
-    residual = sum(mix.comb[..., i, :, None] * wide[..., i, None, :] for i in range(streams.shape[-2]))
+    # A reduction, not a written-out sum: XLA CPU would fuse the latter into the next sub-layer's, once per stream.
+    residual = jnp.sum(mix.comb[..., :, :, None] * streams.astype(jnp.float32)[..., :, None, :], axis=-3)
     return (mix.post[..., None] * sub_out.astype(jnp.float32)[..., None, :] + residual).astype(streams.dtype)

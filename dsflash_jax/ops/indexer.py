@@ -32,7 +32,8 @@ def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, score_dtype:
     if score_dtype == "bfloat16":
         product = jnp.maximum(_round_bf16(dots), 0) * weights[..., None]
         return _round_bf16(jnp.sum(_round_bf16(product), axis=1))
-    return jnp.sum(jnp.maximum(dots, 0) * weights[..., None], axis=1)
+    # Written out over the heads: element-wise code fuses into one pass, a reduction over a middle axis does not.
+    return sum(jnp.maximum(dots[:, h], 0) * weights[:, h, None] for h in range(heads))
 
 
 def _round_bf16(x: jax.Array) -> jax.Array:

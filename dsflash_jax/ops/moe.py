@@ -96,7 +96,8 @@ def routed_experts(
 
     out = lax.map(one, (pair, owner)).reshape(num_blocks * block, -1)
     back = jnp.zeros(rows * k, jnp.int32).at[order].set(place)
-    return jnp.sum(out[back].astype(jnp.float32).reshape(rows, k, -1), axis=1)
+    back = back.reshape(rows, k)
+    return sum(out[back[:, i]].astype(jnp.float32) for i in range(k))
 
 
 def _block_rows(pairs: int, experts: int) -> int:

@@ -62,22 +62,24 @@ class TableSource:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskedTableSource(TableSource):
-    """As `TableSource`, but a tile reads its sequence's whole table under a mask.
+    """As `TableSource`, but a tile reads the first `size` rows of its sequence's table under a mask.
 
     One dense product serves all queries of the tile: faster than picking while N is a few times K.
     """
 
+    size: int = dataclasses.field(metadata=dict(static=True))
+
     def gather(self, rows: jax.Array, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(keys float32[N, D] shared by the tile, valid bool[B, N])."""
-        size = self.table_SxNxD.shape[1]
+        """(keys float32[size, D] shared by the tile, valid bool[B, size])."""
         index = self.index_TxK[rows]
+        target = jnp.where(index < 0, self.size, index)
         line = jnp.arange(rows.shape[0])[:, None]
-        valid = jnp.zeros((rows.shape[0], size), bool).at[line, jnp.where(index < 0, size, index)].set(True, mode="drop")
-        return self.table_SxNxD[seq], valid
+        valid = jnp.zeros((rows.shape[0], self.size), bool).at[line, target].set(True, mode="drop")
+        return self.table_SxNxD[seq, : self.size], valid
 
     def keys(self, tile: int) -> tuple[int, bool]:
         """As `RowSource.keys`."""
-        return self.table_SxNxD.shape[1], False
+        return self.size, False
 
 
 @jax.tree_util.register_dataclass
@@ -171,10 +173,29 @@ def sparse_attention(
 
     def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         index, owner = jnp.maximum(tile[0], 0), tile[1]
-        return attend(q_TxHxD[index], [source.gather(index, owner) for source in sources], sink_H, scale)
+        variants = _prefixes(sources)
+
+        def run(chosen: Sequence[Source]) -> jax.Array:
+            return attend(q_TxHxD[index], [source.gather(index, owner) for source in chosen], sink_H, scale)
+
+        if len(variants) == 1:
+            return run(variants[0])
+        newest = jnp.max(next(s for s in sources if isinstance(s, MaskedTableSource)).index_TxK[index])
+        sizes = [next(s for s in v if isinstance(s, MaskedTableSource)).size for v in variants]
+        fits = jnp.sum(newest >= jnp.array(sizes[:-1]))
+        return lax.switch(fits, [lambda v=v: run(v) for v in variants])
 
     out = one((rows[0], seq[0])) if rows.shape[0] == 1 else lax.map(one, (rows, seq))
     return out.reshape(-1, *q_TxHxD.shape[1:])[place]
+
+
+def _prefixes(sources: Sequence[Source], parts: int = 4, smallest: int = 128) -> list[Sequence[Source]]:
+    """The sources with ever longer prefixes of a masked table: early queries of a prompt need not read all of it."""
+    whole = next((s for s in sources if isinstance(s, MaskedTableSource)), None)
+    if whole is None or whole.size < parts * smallest or whole.size % parts:
+        return [sources]
+    sizes = [whole.size * (i + 1) // parts for i in range(parts)]
+    return [[dataclasses.replace(s, size=n) if s is whole else s for s in sources] for n in sizes]
 
 
 def _tile_bytes(q: jax.Array, sources: Sequence[Source], tile: int) -> int:
