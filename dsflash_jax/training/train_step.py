@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,8 +70,14 @@ def init_state(cfg: ModelConfig, settings: TrainSettings, model: Model) -> tuple
 def build_train_step(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) -> Callable:
     """step(state, buffers, rows, use_global) -> (state, StepOutput), jitted, the state donated.
 
+    Runs that differ only in their seed share one function, hence one compilation: it outweighs a short run.
     use_global is an argument and not a constant: XLA would fold the masks that depend on it at compile time.
     """
+    return _build(cfg, settings.replace(seed=0), model, mesh)
+
+
+@functools.lru_cache(maxsize=8)
+def _build(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) -> Callable:
     gradient = _data_parallel_gradient(cfg, settings, model, mesh)
     optimizer, schedule = make_optimizer(settings), learning_rate(settings)
 

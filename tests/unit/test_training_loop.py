@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.training import checkpoints
+from dsflash_jax.training import checkpoints, train_step
 from dsflash_jax.training.corpus import build_corpus
 from dsflash_jax.training.loop import run_to_end, train
 from dsflash_jax.training.metrics import MetricsFile, read_events, read_metrics
@@ -93,6 +93,8 @@ def test_an_interrupted_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_
     for _ in range(interrupt):
         next(steps)
     steps.close()
+    train_step._build.cache_clear()  # a resumed run is another process: it compiles for itself
+    jax.clear_caches()
     rest, parts = drive(settings, tmp_path / "parts", checkpoint_every=2)
     assert rest[0].step == interrupt - interrupt % 2 + 1
     assert_same_bits(whole.params, parts.params)
@@ -109,6 +111,19 @@ def test_a_finished_run_returns_its_result_without_work(tmp_path):
     metrics, again = drive(out=tmp_path)
     assert metrics == [] and again.seconds == 0.0
     assert_same_bits(first.params, again.params)
+
+
+def test_seeds_share_one_compilation():
+    traces = []
+
+    def counted(*arguments, **flags):
+        traces.append(1)
+        return forward(*arguments, **flags)
+
+    model = Model(init, counted)
+    for seed in range(3):
+        run_to_end(train(CFG, SETTINGS.replace(seed=seed, steps=2), CORPUS, model=model))
+    assert len(traces) == 1
 
 
 def test_selection_switches_once_when_the_average_falls_below_the_threshold():
