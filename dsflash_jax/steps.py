@@ -27,7 +27,8 @@ EXACT_ROUNDING = {"xla_allow_excess_precision": False}
 def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure and abstract state of a model of `cfg`; nothing is allocated."""
     if cfg.engram_layer_ids:
-        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} must be empty: the n-gram memory is not built yet.")
+        ids = list(cfg.engram_layer_ids)
+        raise ValueError(f"engram_layer_ids={ids} must be empty: the n-gram memory is not built yet.")
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0))))
 
 
@@ -86,6 +87,11 @@ def prefill(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig)
 def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
     """One token per sequence: (logits [S, V], cache). The same ragged step as `prefill` with one row each."""
     return _step(params, cache, step, cfg, "last", True)
+
+
+def lower_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> jax.stages.Lowered:
+    """The ragged step traced but not compiled, from arrays or shapes: for benchmarks and for reading its HLO."""
+    return _step.lower(params, cache, step, cfg, "last", True)
 
 
 def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
