@@ -50,8 +50,8 @@ class TaskMix:
     needle: float = 0.0
     copy: float = 0.0
     pairs: int = 8
-    text_slots: float = 0.1
-    patience: float = 0.2
+    text_slots: float = 0.0
+    patience: float = 0.1
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""

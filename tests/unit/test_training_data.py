@@ -54,7 +54,7 @@ def test_lags_reach_from_the_window_to_the_whole_row():
     lag = make_batch(RECALL, TEXT, seed=6, step=0).lag
     lag = lag[lag > 0]
     assert 5 < (lag < 16).sum() / 64 and 5 < ((lag >= 16) & (lag <= 32)).sum() / 64  # answers per row
-    assert 1 < (lag > 62).sum() / 64
+    assert 0.5 < (lag > 62).sum() / 64
     assert lag.max() > 110
 
 
