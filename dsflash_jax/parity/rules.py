@@ -22,10 +22,12 @@ from dsflash_jax.roles import layer_roles
 
 FLOAT_ATOL = 2e-4
 ATOL_RULE, ULP_RULE = f"atol {FLOAT_ATOL:g}", "1 bf16 ulp of row maximum"
+FLIPS = "flips"  # key of the verdict on a file's cache flips
 FLOATS = {
     "attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_weights", "hc_attn_pre", "hc_attn_post",
     "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb", "final_normed", "logits_all", "logits_last", "logits",
 }  # fmt: skip
+SELECTING = {"index_score", "index_gap", "compress_idxs", "candidates"}  # may be missing on a step without entries
 EXACT = {"output_ids", "gate_indices"}
 CACHES = {"window_kv_cache": "window", "compress_kv_cache": "main", "index_k_cache": "index"}
 STATES = {"comp_kv_state", "comp_score_state"}
@@ -108,6 +110,8 @@ class Comparison:
     def _steps(self, key: str) -> Verdict:
         """A score or selection exists from the step that has an entry on; a gap from the step that leaves one out."""
         name = key.removesuffix("@steps")
+        if name not in self.golden or name.split("/")[-1] not in SELECTING:
+            return unruled(key)
         role = layer_roles(self.cfg)[_layer(key)]
         least = self.cfg.index_topk + 1 if name.endswith("index_gap") else 1
         steps = np.arange(self.golden["decode/logits"].shape[0])
@@ -146,7 +150,8 @@ class Comparison:
         # Scores of a flipped query may select otherwise; `_scores` limits their number.
         flipped = differing & ~swapped & self._flipped_rows(name)[1].reshape(differing.shape)
         count = int(np.sum(differing & ~swapped & ~flipped))
-        detail = f"{swapped.sum()} rows differ by an exact tie, {flipped.sum()} by a flipped query"
+        notes = ((swapped, "chosen among exact ties"), (flipped, "behind a flipped query"))
+        detail = ", ".join(f"{rows.sum()} rows {note}" for rows, note in notes if rows.any())
         return Verdict(key, "identical", count == 0, count, detail)
 
     def _candidates(self, key: str, golden: np.ndarray, ours: np.ndarray) -> Verdict:
@@ -159,7 +164,7 @@ class Comparison:
             kept = [np.sort(_block_best(np.where(mask, scores, -np.inf), size), axis=-1) for mask in (golden, ours)]
             tied = differing & np.all(kept[0] == kept[1], axis=-1)
         count = int(np.sum(differing & ~tied))
-        detail = f"{int(tied.sum())} rows differ by an exact tie" if tied.any() else ""
+        detail = f"{int(tied.sum())} rows chosen among exact ties" if tied.any() else ""
         return Verdict(key, "identical", count == 0, count, detail)
 
     def _scores(self, key: str, golden: np.ndarray, ours: np.ndarray) -> Verdict:
@@ -170,8 +175,8 @@ class Comparison:
         beyond, explained = self._flipped_rows(key)
         allowed = max(1, beyond.size // 100)
         passed = bool(np.all(explained == beyond) and explained.sum() <= allowed)
-        detail = f"{beyond.sum()} of {beyond.size} rows beyond it ({allowed} allowed), worst {verdict.worst:.2g}, "
-        detail += f"{explained.sum()} explained by a query value on a rounding boundary"
+        detail = f"{beyond.sum()} of {beyond.size} rows off by up to {verdict.worst:.2g}, "
+        detail += f"{explained.sum()} shown to be a flipped rounding of the query (at most {allowed})"
         rest = golden.reshape(beyond.size, -1)[~beyond], ours.reshape(beyond.size, -1)[~beyond]
         worst = (within_ulp if self.rounded else within_atol)(key, *rest).worst
         return Verdict(key, verdict.rule, passed, worst if passed else verdict.worst, detail)
@@ -292,7 +297,7 @@ def flip_budget(verdicts: list[Verdict]) -> Verdict:
     """At most max(3, 0.1 %) one-step flips over all cached values of a file."""
     flips, cached = sum(v.flips for v in verdicts), sum(v.cached for v in verdicts)
     allowed = max(3, cached // 1000)
-    return Verdict("flips", f"at most {allowed}", flips <= allowed, flips, f"{flips} of {cached} cached values")
+    return Verdict(FLIPS, f"at most {allowed}", flips <= allowed, flips, f"{flips} of {cached} cached values")
 
 
 def _layer(key: str) -> int:

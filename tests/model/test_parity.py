@@ -1,0 +1,208 @@
+"""Parity with the released reference's recorded arrays, and a judge that cannot be satisfied by wrong ones."""
+
+import dataclasses
+import functools
+import pathlib
+
+import numpy as np
+import pytest
+
+from dsflash_jax.parity import run_parity
+from dsflash_jax.parity.golden import load_trace
+from dsflash_jax.parity.rules import CachedRows
+from dsflash_jax.parity.run import compare, verdicts_of
+from dsflash_jax.parity.units import judge_units
+from tests.model import oracle_golden
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+# The files of one model share its compiled steps: first the model's name, then its cases.
+FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4"]
+RAW = ["A", "B_one", "C4"]
+# Each bfloat16 file compiles two steps of its own, and A_calm two more for its logits end to end.
+MARKS = {
+    "A.f32": pytest.mark.smoke, "C.bf16": pytest.mark.smoke, "units_quant": pytest.mark.smoke,
+    "A.bf16_raw": pytest.mark.slow, "A_calm.bf16": pytest.mark.slow,
+}  # fmt: skip
+
+
+def marked(*names):
+    return [pytest.param(name, marks=MARKS.get(name, ())) for name in names]
+
+
+def check(name):
+    """The row of one file; fails with the arrays that differ."""
+    case, _, mode = name.partition(".")
+    (row,) = run_parity(GOLDEN, case, mode or None)["rows"]
+    assert row["status"] == "pass", row["detail"]
+    assert row["case"] == name and row["failed"] == 0
+    return row
+
+
+@pytest.mark.parametrize("name", marked(*(f"{case}.f32" for case in FLOAT32)))
+def test_every_array_equals_the_reference(name):
+    row = check(name)
+    # 100 times tighter than the rule: what is left is the order of float32 sums.
+    assert row["arrays"] > 100 and row["worst"] < 2e-5
+
+
+@pytest.mark.parametrize("name", marked(*(f"{case}.f32_raw" for case in RAW)))
+def test_the_released_decoding_with_stale_index_keys_is_reproduced(name):
+    assert check(name)["worst"] < 2e-5
+
+
+@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16"))
+def test_every_layer_equals_the_bfloat16_reference_from_its_recorded_inputs(name):
+    row = check(name)
+    assert row["unit"] == "bf16 ulp" and row["worst"] <= 1
+    assert ("end to end" in row["detail"]) == (name == "A_calm.bf16")
+
+
+@pytest.mark.parametrize("name", marked("units_quant", "units_ops"))
+def test_single_operations_equal_the_reference(name):
+    assert check(name)["arrays"] > 30
+
+
+def test_unit_files_of_unbuilt_parts_are_named_not_passed():
+    (row,) = run_parity(GOLDEN, "units_engram")["rows"]
+    assert (row["status"], row["arrays"], row["detail"]) == ("not built", 0, "Engram")
+
+
+def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
+    """Nothing is tied to the recorded files: widths, streams, window, ratios, top-k, batch and lengths differ."""
+    config = dict(
+        vocab_size=61, dim=48, n_layers=5, n_heads=3, head_dim=96, q_lora_rank=40, rope_head_dim=12, o_groups=3,
+        o_lora_rank=16, moe_inter_dim=24, n_routed_experts=5, n_activated_experts=3, n_shared_experts=1,
+        score_func="sqrtsoftplus", gate_temp=0.8, norm_topk_prob=True, route_scale=2.0, swiglu_limit=3.0,
+        window_size=5, compress_ratios=[0, 8, 8, 1, 1], kv_source_layers=[1, 3], index_source_layers=[1, 2, 3, 4],
+        candidate_source_layer=3, candidate_topk_blocks=3, candidate_block_size=3, index_n_heads=5, index_head_dim=64,
+        index_topk=4, max_seq_len=40, rope_theta=5000.0, compress_rope_theta=90000.0, original_seq_len=0,
+        rope_factor=4, beta_fast=32, beta_slow=1, norm_eps=1e-12, hc_mult=2, hc_sinkhorn_iters=7, hc_eps=1e-5,
+    )  # fmt: skip
+    oracle_golden.write(tmp_path, "other", config, prompt=13, decoded=4, batch=3, seed=0)
+    (row,) = run_parity(tmp_path)["rows"]
+    assert row["status"] == "pass", row["detail"]
+    assert row["arrays"] > 100
+
+
+@functools.cache
+def computed(name):
+    """A recorded file beside what this package computes for it. Callers copy what they change."""
+    return compare(load_trace(GOLDEN / f"{name}.npz"))
+
+
+def failures(comparison, changed=None):
+    """Keys that fail after the arrays of `changed` replaced the golden ones."""
+    golden = comparison.golden | (changed or {})
+    return [v.key for v in verdicts_of(dataclasses.replace(comparison, golden=golden)) if not v.passed]
+
+
+def altered(array, at, change):
+    copy = array.copy()
+    copy[at] = change(copy[at])
+    return copy
+
+
+def test_one_changed_selection_fails():
+    ours = computed("B_short.f32")
+    picked = ours.golden["L2/decode/compress_idxs"]
+    wrong = altered(picked, (-1, 0, 0, 0), lambda entry: entry + 7)
+    assert failures(ours) == []
+    assert failures(ours, {"L2/decode/compress_idxs": wrong}) == ["L2/decode/compress_idxs"]
+    attended = ours.golden["L3/prefill/topk_idxs"]
+    wrong = altered(attended, (0, -1, -1), lambda index: index - 1)
+    assert failures(ours, {"L3/prefill/topk_idxs": wrong}) == ["L3/prefill/topk_idxs"]
+
+
+def test_an_array_without_a_rule_fails():
+    extra = np.zeros(3, np.float32)
+    ours = computed("B_short.f32")
+    assert failures(ours, {"L0/prefill/engram_out": extra}) == ["L0/prefill/engram_out"]
+    assert failures(ours, {"L2/decode/index_gap_new": extra}) == ["L2/decode/index_gap_new"]
+    assert failures(ours, {"L2/decode/attn_out@steps": np.arange(8)}) == ["L2/decode/attn_out@steps"]
+
+
+def test_floats_just_beyond_the_tolerance_fail():
+    ours = computed("B_short.f32")
+    for key in ("L1/decode/attn_out", "L0/prefill/h_out", "L4/prefill/hc_ffn_comb", "decode/logits"):
+        at = np.unravel_index(ours.golden[key].size // 2, ours.golden[key].shape)
+        assert failures(ours, {key: altered(ours.golden[key], at, lambda x: x + 1.5e-4)}) == []
+        assert failures(ours, {key: altered(ours.golden[key], at, lambda x: x + 3e-4)}) == [key]
+        assert failures(ours, {key: altered(ours.golden[key], at, lambda x: np.nan)}) == [key]
+
+
+CACHES = ["L0/final/window_kv_cache", "L4/final/compress_kv_cache", "L4/final/index_k_cache"]
+
+
+def moved_codes(comparison, key, steps, count):
+    """The golden cache with `count` values moved by `steps` codes towards zero, on their own scale's grid."""
+    rows: CachedRows = comparison.ours[key]
+    codes = np.arange(1 << (comparison._format(key).element.bits - 1), dtype=np.uint32)
+    grid = np.asarray(comparison._format(key).element.decode(codes))
+    grid, golden = grid[np.isfinite(grid)], comparison.golden[key].copy()
+    code = np.searchsorted(grid, np.abs(golden) / np.where(rows.scales > 0, rows.scales, 1))
+    for at in np.argwhere(code >= 3)[:count]:
+        at = tuple(at)
+        golden[at] = np.sign(golden[at]) * grid[code[at] - steps] * rows.scales[at]
+    return golden
+
+
+@pytest.mark.parametrize("key", CACHES)
+def test_a_cached_value_may_be_one_code_off_but_not_two(key):
+    ours = computed("B_short.f32")
+    assert failures(ours, {key: moved_codes(ours, key, 1, 1)}) == []
+    assert failures(ours, {key: moved_codes(ours, key, 2, 1)}) == [key]
+    assert failures(ours, {key: altered(ours.golden[key], (0, 0, 0), lambda x: x * 1.01 + 1e-3)}) == [key]
+
+
+def test_many_codes_off_by_one_fail():
+    ours = computed("B_short.f32")
+    allowed = max(3, sum(v.cached for v in verdicts_of(ours)) // 1000)
+    assert failures(ours, {CACHES[0]: moved_codes(ours, CACHES[0], 1, allowed)}) == []
+    assert failures(ours, {CACHES[0]: moved_codes(ours, CACHES[0], 1, allowed + 1)}) == ["flips"]
+
+
+def test_a_score_row_that_no_flip_explains_fails():
+    """A.f32 holds the one true case: a query code on a rounding boundary moves a row of scores by 0.01."""
+    key, ours = "L4/decode/index_score", computed("A.f32")
+    verdict = ours.judge(key)
+    assert verdict.passed and verdict.detail.startswith("1 of 12 rows off by up to 0.01, 1 shown")
+    assert not dataclasses.replace(ours, explain=None).judge(key).passed
+    key = "L2/prefill/index_score"
+    noise = 5e-3 * np.random.default_rng(0).normal(size=ours.golden[key].shape[-1]).astype(np.float32)
+    assert key in failures(ours, {key: altered(ours.golden[key], (0, -1), lambda scores: scores + noise)})
+    # A small error of all scores is no flip either.
+    assert key in failures(ours, {key: ours.golden[key] * np.float32(1.01)})
+
+
+def test_bfloat16_rules_fail_beyond_one_unit_and_accept_only_exact_ties():
+    ours = computed("C.bf16")
+    assert failures(ours) == []
+    value = ours.golden["L2/decode/attn_out"]
+    at = np.unravel_index(np.abs(value).argmax(), value.shape)
+    wrong = altered(value, at, lambda x: x * (1 + 2.0**-5))
+    assert failures(ours, {"L2/decode/attn_out": wrong}) == ["L2/decode/attn_out"]
+    picked, scores = ours.golden["L1/decode/compress_idxs"], ours.golden["L1/decode/index_score"]
+    row = (-1, 0, 0)
+    left_out = np.setdiff1d(np.arange(scores.shape[-1]), picked[row])
+    worst = left_out[np.argmin(scores[row][left_out])]
+    wrong = altered(picked, row, lambda entries: np.sort(np.append(entries[1:], worst)))
+    assert "L1/decode/compress_idxs" in failures(ours, {"L1/decode/compress_idxs": wrong})
+
+
+def test_unit_rules_fail_on_a_wrong_code_and_on_an_unknown_array():
+    arrays = dict(np.load(GOLDEN / "units_quant.npz", allow_pickle=False))
+    key = "fp4_b16_e4m3/f32/codes_u8"
+    arrays[key] = altered(arrays[key], (5, 3), lambda code: code ^ 1)
+    arrays["fp4_b16_e4m3/f32/extra"] = np.zeros(2)
+    verdicts, unbuilt = judge_units("units_quant", arrays)
+    assert sorted(v.key for v in verdicts if not v.passed) == [key, "fp4_b16_e4m3/f32/extra"] and not unbuilt
+
+
+def test_a_folder_without_files_or_weights_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="holds no golden file for case any and mode f32"):
+        run_parity(tmp_path, mode="f32")
+    with pytest.raises(ValueError, match='mode="fp8" must be one of|mode=.fp8. must be one of'):
+        run_parity(GOLDEN, mode="fp8")
+    (tmp_path / "B_short.f32.npz").write_bytes((GOLDEN / "B_short.f32.npz").read_bytes())
+    with pytest.raises(ValueError, match="its weights A.weights.npz are not in"):
+        run_parity(tmp_path)
