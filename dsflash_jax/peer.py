@@ -1,10 +1,27 @@
-"""The same shape in another library, timed beside ours in one run."""
+"""The same model in another library, with our parameters: timed beside ours in one run, and checked to be the same."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.weights.names import to_released
+
+# What mlx-lm's `deepseek_v41` computes and no key of its config can change.
+_MLX_FIXED = {
+    "dtype": "float32",  # its CPU kernel for grouped products takes float32 only
+    "score_dtype": "float32",
+    "window_format": "mxfp8",
+    "main_format": "fp4_e4m3",
+    "index_format": "mxfp4",
+    "stale_index_keys": False,
+    "token_shift": False,
+    "engram_layer_ids": (),
+}
 
 
 class Peer(Protocol):
@@ -18,7 +35,76 @@ class Peer(Protocol):
     def decode_seconds(self, length: int, steps: int) -> list[float]:
         """Seconds of each of `steps` + 1 decode steps after a context of `length` tokens."""
 
+    def logits(self, prompt: Sequence[int], then: Sequence[int] = ()) -> np.ndarray:
+        """float32[1 + len(then), V]: last-position logits of the prefilled prompt, then of each token decoded alone."""
+
 
 def load_peer(name: str, cfg: ModelConfig, params: Any) -> Peer:
-    """The peer `name` holding `params`. Raises ValueError if it is unknown or not installed."""
-    raise ValueError(f"peer={name!r} is not known.")
+    """The peer `name` holding `params`.
+
+    Raises ValueError if it is unknown, not installed, or cannot be told a field of `cfg`.
+    """
+    if name != MlxLm.name:
+        raise ValueError(f"peer={name!r} is not known, must be {MlxLm.name}.")
+    return MlxLm(cfg, params)
+
+
+class MlxLm:
+    """mlx-lm's `deepseek_v41` on the CPU device, float32 weights.
+
+    KV rows are rounded as the reference rounds them but kept as float32: its caches are larger than packed ones.
+    """
+
+    name = "mlx-lm"
+
+    def __init__(self, cfg: ModelConfig, params: Any) -> None:
+        for field, fixed in _MLX_FIXED.items():
+            if getattr(cfg, field) != fixed:
+                raise ValueError(f"{field}={getattr(cfg, field)!r} must be {fixed!r} for peer={self.name!r}.")
+        try:  # here, not above: an optional package that takes seconds to import
+            import mlx.core as mx
+            from mlx_lm.models import deepseek_v41
+        except ImportError as error:
+            hint = "pip install 'dsflash-jax[peers]'"
+            raise ValueError(f"peer={self.name!r} is not installed ({error}): {hint}.") from None
+        self._mx, self._vocab = mx, cfg.vocab_size
+        with mx.stream(mx.cpu):
+            self._model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(cfg.to_dict()))
+            tensors = {key: mx.array(np.asarray(value, np.float32)) for key, value in to_released(params).items()}
+            # Strict: one missing, unexpected or wrongly shaped tensor is an error, so no weight stays at its start.
+            self._model.load_weights(list(self._model.sanitize(tensors).items()), strict=True)
+            self._model.eval()
+            mx.eval(self._model.parameters())
+
+    def prefill_seconds(self, length: int) -> float:
+        """Seconds of one prefill of `length` tokens into a fresh cache, up to last-position logits."""
+        return self._timed(self._prompt(length), self._model.make_cache())
+
+    def decode_seconds(self, length: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` + 1 decode steps after a context of `length` tokens."""
+        cache = self._model.make_cache()
+        self._run(self._prompt(length), cache)
+        return [self._timed([5], cache) for _ in range(steps + 1)]
+
+    def logits(self, prompt: Sequence[int], then: Sequence[int] = ()) -> np.ndarray:
+        """float32[1 + len(then), V]: last-position logits of the prefilled prompt, then of each token decoded alone."""
+        cache = self._model.make_cache()
+        return np.stack([np.array(self._run(tokens, cache)) for tokens in (prompt, *([t] for t in then))])
+
+    def _prompt(self, length: int) -> list[int]:
+        return np.random.default_rng(length).integers(0, self._vocab, length).tolist()
+
+    def _timed(self, tokens: Sequence[int], cache: list[Any]) -> float:
+        start = time.perf_counter()
+        self._run(tokens, cache)
+        return time.perf_counter() - start
+
+    def _run(self, tokens: Sequence[int], cache: list[Any]) -> Any:
+        """Appends tokens to the cache: last-position logits [V], computed on return (mlx is lazy)."""
+        mx = self._mx
+        with mx.stream(mx.cpu):
+            hidden = self._model.model(mx.array(tokens, mx.int32)[None], cache)
+            # The head on the last row only: its __call__ would multiply every row by the vocabulary.
+            logits = self._model.lm_head(hidden[0, -1])
+            mx.eval(logits, [layer.state for layer in cache])
+        return logits
