@@ -1,0 +1,149 @@
+"""Files of a run: its folder, what it records about its surroundings, and writing that never leaves half a file."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsflash_jax.training.checkpoints import check_writable
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "matplotlib")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`; becomes `path` when the block ends well, and disappears when it does not."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)  # mkstemp's 0600 would survive the rename
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a text file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Writes a JSON file whole or not at all. Raises ValueError for NaN and infinity, which JSON has not."""
+    return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def fingerprint(value: Any) -> str:
+    """Hex SHA-256 of a JSON value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def open_folder(out: Path | None, root: Path, plan: Mapping[str, Any], *, resume: bool) -> Path:
+    """The folder of a run, writable, with `plan` as its config.json. Nothing is written where it refuses.
+
+    out: the folder wanted; None for a new one under `root`, named by date, time and plan, or with `resume` the newest
+    unfinished one of the same plan. A folder that holds the same plan is continued.
+
+    Raises ValueError for a folder that cannot be written, or that holds anything else.
+    """
+    found = _unfinished(root, plan) if out is None and resume else None
+    folder = out or found or root / f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{fingerprint(plan)[:8]}"
+    _refuse_other_contents(folder, plan)
+    check_writable(folder)
+    write_json(folder / "config.json", plan)
+    return folder
+
+
+def _unfinished(root: Path, plan: Mapping[str, Any]) -> Path | None:
+    if not root.is_dir():
+        return None
+    for folder in sorted(root.iterdir(), reverse=True):
+        if (folder / "config.json").is_file() and not (folder / "result.json").exists():
+            if fingerprint(read_json(folder / "config.json")) == fingerprint(plan):
+                return folder
+    return None
+
+
+def _refuse_other_contents(folder: Path, plan: Mapping[str, Any]) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"out={str(folder)!r} is not empty and holds no run of a study: choose another folder.")
+    there = read_json(folder / "config.json")
+    if fingerprint(there) != fingerprint(plan):
+        names = [name for name in {**there, **plan} if there.get(name) != plan.get(name)]
+        raise ValueError(
+            f"out={str(folder)!r} holds another run, which differs in {', '.join(names)}: choose another folder."
+        )
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """manifest.json: `facts`, versions and machine, and one entry per session that worked on the run. Returns it."""
+    path = folder / "manifest.json"
+    before = read_json(path)["sessions"] if path.exists() else []
+    session = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "git": git_state()}
+    manifest = {**facts, "versions": versions(), "machine": machine(), "sessions": [*before, session]}
+    write_json(path, manifest)
+    return manifest
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that numbers may depend on; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What timings depend on; no names and no paths."""
+    import jax
+
+    return {
+        "system": platform.system(), "architecture": platform.machine(), "processor": _processor(),
+        "cores": os.cpu_count(), "jax_backend": jax.default_backend(), "jax_devices": len(jax.devices()),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):  # only Linux has the file
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def git_state() -> dict[str, Any] | None:
+    """Commit of the checkout and whether tracked files differ from it; None outside a checkout of this project."""
+    here = Path(__file__)
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's checkout
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

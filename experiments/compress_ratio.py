@@ -1,0 +1,154 @@
+"""What does each compress ratio cost in recall, and save in bytes?
+
+Matched models that differ in `compress_ratios` alone, each trained from the same seeds on the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.roles import layer_roles
+from dsflash_jax.shipped import config_path
+from dsflash_jax.training.corpus import python_corpus
+from dsflash_jax.training.settings import TrainSettings
+from dsflash_jax.training.vocabulary import VALUE_TOKENS
+from experiments import figures, report
+from experiments.artifacts import open_folder, write_json, write_manifest, write_text
+from experiments.cell import Cell, Effort, Progress, Tools, run_cell
+from experiments.gate import NOT_A_RESULT, judge
+from experiments.rows import EQUAL_SHARE, LARGE, MAIN
+
+STUDY = "compress-ratio"
+CHANCE = 1.0 / VALUE_TOKENS  # a uniform guess among the value tokens
+Schedule = tuple[int, int] | None  # (encoder ratio, decoder ratio); None is window only
+SCHEDULES: tuple[Schedule, ...] = (None, (1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+SMALL_TRAINING = TrainSettings()
+LARGE_TRAINING = TrainSettings(steps=600, context=256, learning_rate=2e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How much of the study runs. schedules x seeds at the smaller size; then the extra groups, first seed only."""
+
+    schedules: tuple[Schedule, ...]
+    seeds: tuple[int, ...]
+    training: TrainSettings
+    effort: Effort
+    equal_share: tuple[int, ...] = ()
+    large: tuple[Schedule, ...] = ()
+
+
+BUDGETS: Mapping[str, Budget] = MappingProxyType({
+    "quick": Budget(
+        schedules=(None, (2, 1), (4, 4)), seeds=(0,), training=SMALL_TRAINING.replace(steps=10),
+        effort=Effort(recall_rows=32, text_rows=16, probe_rows=16, probe_every=10, decode_steps=16, unrounded=False),
+    ),
+    "default": Budget(schedules=SCHEDULES, seeds=(0,), training=SMALL_TRAINING, effort=Effort()),
+    "full": Budget(
+        schedules=SCHEDULES, seeds=(0, 1, 2), training=SMALL_TRAINING, effort=Effort(decode_contexts=(128, 1920)),
+        equal_share=(2, 4), large=(None, (1, 1), (2, 1), (4, 4)),
+    ),
+})
+
+
+def with_schedule(base: ModelConfig, schedule: Schedule) -> ModelConfig:
+    """`base` with other compress ratios in its global layers, and nothing else changed.
+
+    Without a schedule no layer has a global branch, so there is no source either. Raises ValueError where the base's
+    page does not hold whole groups.
+    """
+    if schedule is None:
+        ratios = (0,) * base.num_hidden_layers
+        return base.replace(compress_ratios=ratios, kv_source_layer_ids=(), index_source_layer_ids=())
+    chosen = dict(zip(("encoder", "decoder"), schedule, strict=True))
+    return base.replace(compress_ratios=tuple(role.ratio and chosen[role.side] for role in layer_roles(base)))
+
+
+def cells(budget: Budget, small: ModelConfig, large: ModelConfig) -> Iterator[Cell]:
+    """All cells, seed by seed: an interrupted run has whole comparisons, and drift of the machine hits all alike."""
+    for seed in budget.seeds:
+        for schedule in budget.schedules:
+            yield _cell(MAIN, schedule, seed, with_schedule(small, schedule), budget.training, budget.effort)
+    first = budget.seeds[0]
+    for ratio in budget.equal_share:
+        # k over entries as at ratio 1: tells the cost of pooling from that of a larger selected share.
+        cfg = with_schedule(small, (ratio, ratio)).replace(index_topk=small.index_topk // ratio)
+        yield _cell(EQUAL_SHARE, (ratio, ratio), first, cfg, budget.training, budget.effort)
+    effort = dataclasses.replace(budget.effort, decode_contexts=(LARGE_TRAINING.context,))
+    for schedule in budget.large:
+        yield _cell(LARGE, schedule, first, with_schedule(large, schedule), LARGE_TRAINING, effort)
+
+
+def _cell(
+    group: str, schedule: Schedule, seed: int, cfg: ModelConfig, training: TrainSettings, effort: Effort,
+) -> Cell:
+    encoder, decoder = schedule or (None, None)
+    short = "window-only" if schedule is None else f"enc{encoder}-dec{decoder}"
+    prefix = "" if group == MAIN else group.replace(" ", "-") + "-"
+    labels = {"group": group, "encoder": encoder, "decoder": decoder, "seed": seed}
+    return Cell(f"{prefix}{short}-seed{seed}", labels, cfg, training.replace(seed=seed), effort)
+
+
+def run(
+    mode: str, out: Path | None, progress: Progress, *, budget: Budget | None = None, tools: Tools | None = None,
+    corpus_of: Callable = python_corpus,
+) -> Path:
+    """Runs the study and returns its folder; see `experiments.registry.Study.run`.
+
+    A full run continues where it was interrupted: in `out`, or else in the newest unfinished folder of the same plan.
+    """
+    budget = budget or BUDGETS[mode]
+    planned = list(cells(budget, *(ModelConfig.from_json(config_path(name)) for name in ("lab", "lab_large"))))
+    corpus = corpus_of()
+    status = NOT_A_RESULT if mode == "quick" else None
+    plan = _plan(mode, budget, planned, corpus.summary(), status)
+    folder = open_folder(out, Path("results") / STUDY, plan, resume=mode == "full")
+    facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
+    facts |= {"config_sha256": {cell.name: cell.cfg.sha256() for cell in planned}}
+    manifest = write_manifest(folder, facts | ({"status": status} if status else {}))
+    rows = []
+    for done, cell in enumerate(planned):
+        progress(STUDY, done, len(planned))
+        rows.append(run_cell(cell, folder / "cells" / cell.name, corpus, progress, status or "", tools))
+    gate = judge(rows, budget.seeds, is_check=mode == "quick")
+    write_result(folder, plan, manifest, rows, gate)
+    progress(STUDY, len(planned), len(planned), gate=gate.status)
+    return folder
+
+
+def write_result(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Any) -> None:
+    """Figures, report.md and, last, result.json: a folder that has it is finished."""
+    names = figures.write_figures(folder, rows, gate, CHANCE)
+    write_text(folder / "report.md", report.render(plan, manifest, rows, gate, CHANCE, names))
+    write_json(folder / "result.json", {"study": STUDY, "mode": plan["mode"], "gate": gate.as_json(), "rows": rows})
+
+
+def _plan(
+    mode: str, budget: Budget, planned: list[Cell], corpus: Mapping[str, Any], status: str | None,
+) -> dict[str, Any]:
+    """What a run is, so that a folder can tell whether it belongs to it: configurations, settings, corpus, devices."""
+    import jax
+
+    marked = {"status": status} if status else {}
+    return {
+        "study": STUDY, "mode": mode, **marked, "seeds": list(budget.seeds),
+        "cells": [_planned(cell) for cell in planned],
+        "configs": {cell.cfg.sha256(): cell.cfg.to_dict() for cell in planned},
+        "settings": {cell.labels["group"]: cell.settings.replace(seed=0).to_dict() for cell in planned},
+        "effort": {cell.labels["group"]: _plain(dataclasses.asdict(cell.effort)) for cell in planned},
+        "corpus": dict(corpus), "devices": len(jax.devices()),
+    }
+
+
+def _planned(cell: Cell) -> dict[str, Any]:
+    return {"name": cell.name, **cell.labels, "config_sha256": cell.cfg.sha256()}
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Tuples as lists, as JSON reads them back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
