@@ -1,0 +1,83 @@
+"""prefill(n) against prefill(k) followed by decode, for every n up to past three windows and every k."""
+
+import numpy as np
+import pytest
+
+from dsflash_jax import steps
+from dsflash_jax.batch import make_step
+from dsflash_jax.cache.model_cache import ModelCache
+from tests.model import running
+from tests.model.comparing import Tally, assert_close_logits, assert_same_run, count_flips
+from tests.model.running import Session, run_chunks
+
+CFG = running.tiny()
+LONGEST = 3 * CFG.sliding_window + 3
+
+
+def check_every_split(cfg, params, seed, longest, splits=None):
+    """Compares every (n, k); one pass of decode steps per k visits every n. Returns the tally of stored codes."""
+    tokens, tally = running.prompt(longest, seed), Tally()
+    whole = {}
+    for n in range(1, longest + 1):
+        session = run_chunks(cfg, params, tokens[:n], [n])
+        whole[n] = session.runs[0], session.stored(0)
+    for k in splits or range(1, longest):
+        session, flips = run_chunks(cfg, params, tokens, [k]), 0
+        for n in range(k + 1, longest + 1):
+            session.feed({0: tokens[n - 1 : n]})
+            flips += assert_same_run((cfg, params), whole[n], (session.runs[0], session.stored(0)), tally, flips)
+    return tally
+
+
+@pytest.mark.smoke
+def test_prefill_equals_every_split_into_prefill_and_decode():
+    """The main property; also B05 (odd and even n) and B04 (entries and index keys of all earlier calls are there)."""
+    tally = check_every_split(CFG, running.parameters(CFG), 0, LONGEST)
+    tally.check()
+    assert tally.codes > 180_000
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_prefill_equals_every_split_for_other_weights_and_prompts(seed):
+    check_every_split(CFG, running.parameters(CFG, seed), seed, LONGEST).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 11))
+def test_prefill_equals_every_split_at_length(seed):
+    """Long enough for several pages, many candidate blocks, and every ring row to be reused several times."""
+    check_every_split(CFG, running.parameters(CFG, seed), seed, 60, splits=[1, 2, 3, 17, 32, 59]).check()
+
+
+@pytest.mark.smoke
+def test_the_served_steps_equal_the_traced_ones():
+    """`prefill` and `decode` keep no scores and may read only the candidate pool's keys; `trace_step` scores all."""
+    params, tokens = running.parameters(CFG), running.prompt(LONGEST + 30, 3)
+    for first in (1, 2, LONGEST):
+        traced, served = run_chunks(CFG, params, tokens, [first]), Session(CFG, params)
+        cache = ModelCache.empty(CFG, served.num_pages, 4)
+        sizes = [first] + [1] * (len(tokens) - first)
+        at = 0
+        for size in sizes:
+            chunk = served.chunk(0, tokens[at : at + size])
+            step = make_step([chunk], CFG, rows=1 if size == 1 else 16, pages=running.PAGES)
+            call = steps.decode if at else steps.prefill
+            logits, cache = call(params, cache, step, CFG)
+            if at:
+                traced.feed({0: tokens[at : at + 1]})
+            assert_close_logits([traced.runs[0].logits[-1]], np.asarray(logits))
+            at += size
+            served.runs[0].logits += [None] * size
+        stored = running.stored_rows(CFG, cache, 0, served.tables[0], at)
+        assert count_flips(CFG, traced.stored(0), stored, None) == 0
+        assert cache.length.tolist() == [at, 0, 0, 0]
+
+
+def test_a_last_token_of_the_context_can_be_decoded():
+    """Position max_position_embeddings - 1 has a RoPE row and a page; the next one is refused on the host (B28)."""
+    params, tokens = running.parameters(CFG), running.prompt(128, 5)
+    parts = run_chunks(CFG, params, tokens, [63, 64, 1])
+    whole = run_chunks(CFG, params, tokens, [64, 64])
+    assert_same_run((CFG, params), (whole.runs[0], whole.stored(0)), (parts.runs[0], parts.stored(0)))
+    with pytest.raises(ValueError, match="max_position_embeddings=128"):
+        make_step([parts.chunk(0, [1])], CFG)
