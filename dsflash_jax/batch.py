@@ -85,7 +85,9 @@ def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
         raise ValueError(f"slot={chunk.slot} must not be negative: only padding has no slot.")
     check_token_ids(chunk.tokens, cfg, where)
     end = chunk.start + n
-    if chunk.start < 0 or end > cfg.max_position_embeddings:
+    if chunk.start < 0:
+        raise ValueError(f"{where}: start={chunk.start} must not be negative.")
+    if end > cfg.max_position_embeddings:
         limit = cfg.max_position_embeddings
         raise ValueError(f"{where}: positions {chunk.start}..{end - 1} exceed max_position_embeddings={limit}.")
     _check_facts(chunk, cfg, where)

@@ -94,7 +94,10 @@ def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cac
     keep = (step.positions >= 0) & (step.positions >= step.length[seq] - member.rows_per_page)
     page = jnp.where(keep, step.slot[seq], -1)
     offset = member.offset + jnp.maximum(step.positions, 0) % member.rows_per_page * member.row_bytes
-    return window, dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, fresh))
+    # Taken from the table, so that the write depends on the read of the old rows: otherwise XLA may order the read
+    # last and keep a copy of the whole ring for it.
+    rows = packed[jnp.maximum(own, 0)]
+    return window, dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, rows))
 
 
 def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: ModelCache) -> ModelCache:
@@ -134,7 +137,10 @@ def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Ar
     latent = attn.compressor.norm(pool(values, gate).astype(x.dtype))
     keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - kept)
     slot = jnp.where(keep, step.slot[step.row_to_seq], cache.state.shape[0])
-    state = cache.state.at[slot, owner, jnp.maximum(step.positions, 0) % kept].set(fresh, mode="drop")
+    # From the table, as in `_window`: the write must follow the read of the old rows.
+    own = history_index(step, step.row_to_seq, step.positions, history)
+    rows = table[jnp.maximum(own, 0)]
+    state = cache.state.at[slot, owner, jnp.maximum(step.positions, 0) % kept].set(rows, mode="drop")
     return latent, dataclasses.replace(cache, state=state)
 
 

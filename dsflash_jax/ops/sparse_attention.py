@@ -75,7 +75,9 @@ class MaskedTableSource(TableSource):
         target = jnp.where(index < 0, self.size, index)
         line = jnp.arange(rows.shape[0])[:, None]
         valid = jnp.zeros((rows.shape[0], self.size), bool).at[line, target].set(True, mode="drop")
-        return self.table_SxNxD[seq, : self.size], valid
+        # Rows that nobody selects may hold any bytes; 0 * NaN would poison the product.
+        seen = jnp.any(valid, axis=0)
+        return jnp.where(seen[:, None], self.table_SxNxD[seq, : self.size], 0.0), valid
 
     def keys(self, tile: int) -> tuple[int, bool]:
         """As `RowSource.keys`."""
