@@ -30,20 +30,21 @@ FP4_BOUNDARY, BF16_BOUNDARY = 1e-4, 2e-3
 MOST_FLIPS = 2
 
 
-def flipped_queries(trace: Trace, attn_in: dict[str, Any], key: str, rows: np.ndarray) -> np.ndarray:
-    """bool per listed row of the flattened scores `key`: whether undecided roundings of its query give the golden row.
+def flipped_queries(
+    trace: Trace, attn_in: dict[str, Any], key: str, rows: np.ndarray, golden: np.ndarray
+) -> np.ndarray:
+    """bool per listed row of the flattened scores `key`: whether undecided roundings of its query give `golden` [row].
 
     The query is recomputed from `attn_in` (golden name -> rows); keys are the recorded ones. All scores of the row must
     then agree. A row that agrees with no value moved is explained by a recorded key that differs, which the caches'
     rule counts.
     """
-    return np.array([_explained(trace, attn_in, key, int(row)) for row in rows], bool)
+    pairs = zip(rows, golden, strict=True)
+    return np.array([_explained(trace, attn_in, key, int(row), wanted) for row, wanted in pairs], bool)
 
 
-def _explained(trace: Trace, attn_in: dict[str, Any], key: str, row: int) -> bool:
+def _explained(trace: Trace, attn_in: dict[str, Any], key: str, row: int, golden: np.ndarray) -> bool:
     layer, phase = int(key.split("/")[0].removeprefix("L")), key.split("/")[1]
-    golden = trace.arrays[key]
-    golden = golden.reshape(-1, golden.shape[-1])[row]
     golden = golden[~np.isnan(golden)]
     x = attn_in[f"L{layer}/{phase}/attn_in"]
     x = x.reshape(-1, x.shape[-1])[row]

@@ -57,14 +57,15 @@ class CachedRows(NamedTuple):
 class Comparison:
     """A golden file beside what this package computed for it, under the same names.
 
-    explain: (key, rows of the flattened scores) -> per row whether a flipped rounding of its query accounts for it.
+    explain: (key, row numbers of the flattened scores, those golden rows) -> per row whether a flipped rounding of its
+      query accounts for it.
     """
 
     cfg: ModelConfig
     prompt: int
     golden: dict[str, np.ndarray]
     ours: dict[str, Any]
-    explain: Callable[[str, np.ndarray], np.ndarray] | None = None
+    explain: Callable[[str, np.ndarray, np.ndarray], np.ndarray] | None = None
 
     @property
     def rounded(self) -> bool:
@@ -188,7 +189,8 @@ class Comparison:
         beyond = np.any(differences(golden, ours) > limit, axis=-1).reshape(-1)
         explained = np.zeros_like(beyond)
         if self.explain is not None and beyond.any():
-            explained[beyond] = self.explain(key, np.flatnonzero(beyond))
+            wanted = golden.reshape(beyond.size, -1)[beyond]
+            explained[beyond] = self.explain(key, np.flatnonzero(beyond), wanted)
         return beyond, explained
 
     def _gap(self, key: str, golden: np.ndarray, ours: np.ndarray) -> Verdict:
