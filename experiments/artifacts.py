@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,14 @@ def write_text(path: Path, text: str) -> Path:
 def write_json(path: Path, value: Any) -> Path:
     """Writes a JSON file whole or not at all. Raises ValueError for NaN and infinity, which JSON has not."""
     return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_rows(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes {**head, "rows": rows} as JSON with a line per row: small, and a change of one row is one line."""
+    frame = json.dumps({**head, "rows": []}, indent=1, allow_nan=False)
+    lines = [json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows]
+    body = ",\n".join(f"  {line}" for line in lines)
+    return write_text(path, frame.removesuffix("[]\n}") + f"[\n{body}\n ]\n}}\n")
 
 
 def read_json(path: Path) -> Any:

@@ -111,11 +111,11 @@ def _train(
     probe.newest_checkpoint()
 
     def report(metrics: StepMetrics) -> None:
-        recalled = probe(metrics.step) if probe.is_due(metrics.step) else probe.last
+        shown = probe(metrics.step) if probe.is_due(metrics.step) else probe.last
         if metrics.step % PROGRESS_EVERY == 0 or metrics.step == metrics.steps:
             progress(
                 cell.name, metrics.step, metrics.steps, loss=metrics.loss, tokens_per_second=metrics.tokens_per_second,
-                seconds_left=metrics.seconds_left, **recalled,
+                seconds_left=metrics.seconds_left, **shown,
             )
 
     steps = train(cell.cfg, cell.settings, corpus, folder, checkpoint_every=cell.effort.probe_every, model=model)
@@ -208,14 +208,14 @@ def _recall(records: Records, cfg: ModelConfig):
     return recall(records.correct, records.asked, records.lag, records.aligned, buckets)
 
 
-def _curves(records: Records) -> dict[str, list[dict]]:
-    """Recall in bins of lag: all pairs, pairs within a group of two, pairs split across two."""
+def _curves(records: Records) -> dict[str, dict[str, list[int]]]:
+    """Right answers in bins of lag: all pairs, pairs within a group of two, pairs split across two; as columns."""
     edges = np.unique(np.linspace(1, records.asked.shape[1] + 1, LAG_BINS + 1).astype(int))
     sides = {"all": True, "aligned": records.aligned, "split": ~records.aligned}
     found = {}
     for name, side in sides.items():
         bins = recall_by_lag(records.correct, records.asked & side, records.lag, edges)
-        found[name] = [cell for cell in bins if cell["asked"]]
+        found[name] = {column: [cell[column] for cell in bins] for column in ("lag_from", "lag_to", "correct", "asked")}
     return found
 
 

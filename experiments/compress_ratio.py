@@ -18,9 +18,9 @@ from dsflash_jax.training.corpus import python_corpus
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import VALUE_TOKENS
 from experiments import figures, report
-from experiments.artifacts import open_folder, write_json, write_manifest, write_text
+from experiments.artifacts import open_folder, write_manifest, write_rows, write_text
 from experiments.cell import Cell, Effort, Progress, Tools, run_cell
-from experiments.gate import NOT_A_RESULT, judge
+from experiments.gate import NOT_A_RESULT, Gate, judge
 from experiments.rows import EQUAL_SHARE, LARGE, MAIN
 
 STUDY = "compress-ratio"
@@ -121,11 +121,12 @@ def run(
     return folder
 
 
-def write_result(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Any) -> None:
+def write_result(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Gate) -> None:
     """Figures, report.md and, last, result.json: a folder that has it is finished."""
     names = figures.write_figures(folder, rows, gate, CHANCE)
     write_text(folder / "report.md", report.render(plan, manifest, rows, gate, CHANCE, names))
-    write_json(folder / "result.json", {"study": STUDY, "mode": plan["mode"], "gate": gate.as_json(), "rows": rows})
+    head = {"study": STUDY, "mode": plan["mode"], "status": gate.status, "gate": gate.as_json()["checks"]}
+    write_rows(folder / "result.json", head, rows)
 
 
 def _plan(

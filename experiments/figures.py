@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")  # files only: no window, no display needed
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image  # comes with matplotlib
 
 from experiments.artifacts import replacing
 from experiments.gate import LEARNED, Gate
 from experiments.rows import LARGE, MAIN, Row, by_schedule, figure, spread
 
 # Okabe and Ito: tell apart with any common colour blindness, and by brightness in print.
-BLUE, ORANGE, GREEN, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#8A8A8A", "#222222"
+BLUE, ORANGE, GREY, BLACK = "#0072B2", "#D55E00", "#8A8A8A", "#222222"
 DPI = 130
+MIN_ASKED = 10  # answers in a bin of distance: a share of fewer would be drawn as if it were known
+COLOURS = 96  # of a saved figure: a palette makes the file a third as large
 TOP = 116  # of the recall axis: room for the names of the distances
 STYLE = {
     "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 9.5, "axes.titleweight": "bold",
@@ -56,16 +54,10 @@ def _save(path: Path, draw: Callable[..., Figure], rows: Sequence[Row], gate: Ga
                 0.5, 0.5, gate.status, ha="center", va="center", rotation=24, fontsize=46, color="#B00020", alpha=0.16,
                 zorder=10,
             )
-        with _closing(drawn), replacing(path) as temporary:
-            drawn.savefig(temporary, dpi=DPI, metadata={"Software": None})
-
-
-@contextlib.contextmanager
-def _closing(drawn: Figure) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        plt.close(drawn)
+        with io.BytesIO() as whole, replacing(path) as temporary:
+            drawn.savefig(whole, format="png", dpi=DPI)
+            picture = Image.open(whole).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            picture.save(temporary, format="png", optimize=True)
 
 
 def draw_recall(rows: Sequence[Row], chance: float) -> Figure:
@@ -73,10 +65,8 @@ def draw_recall(rows: Sequence[Row], chance: float) -> Figure:
     grouped = by_schedule(rows)
     columns = next((n for n in (3, 2) if len(grouped) % n == 0), min(3, len(grouped)))
     lines = -(-len(grouped) // columns)
-    drawn, axes = plt.subplots(
-        lines, columns, figsize=(3.25 * columns + 0.6, 2.45 * lines + 0.75), sharex=True, sharey=True, squeeze=False,
-        layout="constrained",
-    )
+    drawn = Figure(figsize=(3.25 * columns + 0.6, 2.45 * lines + 0.75), layout="constrained")
+    axes = drawn.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for axis in axes.flat[len(grouped) :]:
         axis.set_visible(False)
     labelled: set[str] = set()
@@ -141,28 +131,31 @@ def _mark_distances(axis: Axes, row: Row, *, with_names: bool) -> None:
         start = end if end is not None else start
 
 
-def _band(curves: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list, list, list, list]:
-    """(lag, median, least, greatest) in percent over the seeds, at the middle of every bin that all seeds have."""
-    tables = [{(cell["lag_from"], cell["lag_to"]): 100 * cell["value"] for cell in curve} for curve in curves]
-    bins = sorted(set.intersection(*(set(table) for table in tables)))
-    columns = [[table[bin_] for table in tables] for bin_ in bins]
-    lags = [(low + high - 1) / 2 for low, high in bins]
-    return lags, [statistics.median(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns]
+def _band(curves: Sequence[Mapping[str, list[int]]]) -> tuple[list, list, list, list]:
+    """(lag, median, least, greatest) in percent over the seeds, at the middle of every bin with enough answers."""
+    points = []
+    for number, (low, high) in enumerate(zip(curves[0]["lag_from"], curves[0]["lag_to"], strict=True)):
+        asked = [curve["asked"][number] for curve in curves]
+        if min(asked) >= MIN_ASKED:
+            shares = [100 * curve["correct"][number] / count for curve, count in zip(curves, asked, strict=True)]
+            points.append(((low + high - 1) / 2, statistics.median(shares), min(shares), max(shares)))
+    return tuple(map(list, zip(*points, strict=True))) if points else ([], [], [], [])
 
 
 def draw_quality(rows: Sequence[Row], chance: float) -> Figure:
     """Far recall and bits per byte against measured KV bytes per token; bars span the seeds."""
-    drawn, axes = plt.subplots(1, 2, figsize=(10.4, 3.8), layout="constrained")
+    drawn = Figure(figsize=(10.4, 3.8), layout="constrained")
+    axes = drawn.subplots(1, 2)
     grouped = by_schedule(rows)
     _quality_panel(axes[0], grouped, "far", 100)
     axes[0].set_title("Far recall: higher is better")
     axes[0].set_ylabel("recall of far pairs (% of answers)")
-    axes[0].set_ylim(-4, 112)
+    axes[0].set_ylim(-10, 112)
     axes[0].set_yticks(range(0, 101, 25))
     axes[0].axhline(100 * chance, color=BLACK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes[0].annotate(
-        f"chance {chance:.1%}", (1, 100 * chance), xycoords=("axes fraction", "data"), xytext=(0, 3),
-        textcoords="offset points", ha="right", fontsize=7.5,
+        f"chance {chance:.1%}", (1, 100 * chance), xycoords=("axes fraction", "data"), xytext=(0, -3),
+        textcoords="offset points", ha="right", va="top", fontsize=7.5,
     )
     _quality_panel(axes[1], grouped, "bits_per_byte", 1)
     axes[1].set_title("Text: lower is better")

@@ -24,8 +24,10 @@ def recall(near, far):
 
 
 def curve(near, far):
-    lags = [(low, low + 8) for low in range(1, 129, 8)]
-    return [{"lag_from": a, "lag_to": b, **share(near if b <= 17 else max(far, near - (b - 17) / 60))} for a, b in lags]
+    edges = list(range(1, 130, 8))
+    shares = [near if high <= 17 else max(far, near - (high - 17) / 60) for high in edges[1:]]
+    correct = [round(200 * share) for share in shares]
+    return {"lag_from": edges[:-1], "lag_to": edges[1:], "correct": correct, "asked": [200] * len(correct)}
 
 
 def row(schedule, seed=0, near=1.0, far=1.0, group="main", **changes):

@@ -1,0 +1,175 @@
+"""The study on a stand-in model: what its models differ in, its files, its resumption; and the real one, slowly."""
+
+import json
+import time
+
+import pytest
+
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.shipped import config_path
+from dsflash_jax.training.metrics import read_events, read_metrics
+from experiments import cell as cell_module
+from experiments import compress_ratio
+from experiments.artifacts import read_json
+from experiments.compress_ratio import BUDGETS, SCHEDULES, cells, run, with_schedule
+from experiments.registry import get_study
+from tests.experiments.stand_in import BUDGET, CORPUS, TOOLS, Progress
+
+LAB = ModelConfig.from_json(config_path("lab"))
+LARGE = ModelConfig.from_json(config_path("lab_large"))
+
+
+def study(out, progress=None, mode="default", tools=TOOLS):
+    return run(mode, out, progress or Progress(), budget=BUDGET, tools=tools, corpus_of=lambda: CORPUS)
+
+
+@pytest.mark.parametrize("base", [LAB, LARGE], ids=["lab", "lab_large"])
+def test_schedules_differ_from_the_base_in_their_ratios_alone(base):
+    for schedule in SCHEDULES:
+        sources = set() if schedule else {"kv_source_layer_ids", "index_source_layer_ids"}
+        differing = set(with_schedule(base, schedule).differences(base))
+        assert differing == sources | ({"compress_ratios"} if schedule != (2, 1) else set()), schedule
+    assert len({with_schedule(base, schedule) for schedule in SCHEDULES}) == 6
+
+
+def test_ratios_go_to_the_layers_of_their_side():
+    assert with_schedule(LAB, (4, 2)).compress_ratios == (0, 4, 2, 2)
+    assert with_schedule(LARGE, (4, 2)).compress_ratios == (0, 4, 4, 2, 2, 2)
+    assert with_schedule(LAB, (2, 1)) == LAB
+    assert with_schedule(LAB, None).compress_ratios == (0, 0, 0, 0)
+
+
+def test_a_ratio_that_does_not_divide_the_page_is_refused():
+    with pytest.raises(ValueError, match="must be 0 or divide page_size=16"):
+        with_schedule(LAB, (3, 1))
+
+
+@pytest.mark.parametrize(("mode", "count"), [("quick", 3), ("default", 6), ("full", 24)])
+def test_cells_of_a_mode(mode, count):
+    found = list(cells(BUDGETS[mode], LAB, LARGE))
+    assert len(found) == len({cell.name for cell in found}) == count
+    main = [cell for cell in found if cell.labels["group"] == "main"]
+    assert len({cell.settings.replace(seed=0) for cell in main}) == 1, "matched runs share every setting but the seed"
+    assert {cell.labels["seed"] for cell in main} == set(BUDGETS[mode].seeds)
+    for cell in found:
+        assert cell.settings.seed == cell.labels["seed"]
+        cell.settings.mix(cell.cfg)  # raises where the model cannot hold the rows
+        assert max(cell.effort.decode_contexts) + cell.effort.decode_steps + 8 <= cell.cfg.max_position_embeddings
+
+
+def test_equal_share_cells_select_the_share_of_ratio_one():
+    found = [cell for cell in cells(BUDGETS["full"], LAB, LARGE) if cell.labels["group"] == "equal share"]
+    assert [(cell.cfg.compress_ratios[-1], cell.cfg.index_topk) for cell in found] == [(2, 4), (4, 2)]
+
+
+def test_a_run_writes_its_files_and_each_cell_its_own(tmp_path):
+    progress = Progress()
+    folder = study(tmp_path / "run", progress)
+    assert folder == tmp_path / "run"
+    names = {path.name for path in folder.iterdir()}
+    figures = {"recall_by_distance.png", "quality_vs_bytes.png"}
+    assert names == {"config.json", "manifest.json", "result.json", "report.md", "cells"} | figures
+    result = read_json(folder / "result.json")
+    assert [row["seed"] for row in result["rows"]] == [0, 0, 1, 1]  # seed by seed
+    assert result["status"] == "not learned" and len(result["gate"]) == 3
+    assert (folder / "report.md").read_text().startswith("# compress-ratio: not learned\n")
+    for cell in read_json(folder / "config.json")["cells"]:
+        own = {path.name for path in (folder / "cells" / cell["name"]).iterdir()}
+        assert own == {"config.json", "metrics.jsonl", "probes.jsonl", "result.json", "checkpoints"}
+    assert progress.calls[-1][:3] == ("compress-ratio", 4, 4)
+    assert ("window-only-seed0", 6, 6) in [call[:3] for call in progress.calls]
+
+
+def test_rows_hold_every_measure(tmp_path):
+    control, other = read_json(study(tmp_path / "run") / "result.json")["rows"][:2]
+    assert {"near", "mid", "relay", "far"} == set(control["recall"]["by_bucket"])
+    assert {"aligned", "split"} == set(control["recall"]["by_both"]["far"])
+    assert "global_off" not in control and "coverage" not in control, "window only has no global branch"
+    assert other["coverage"]["max"] == other["coverage"]["mean"] == 0.5
+    assert other["global_off"]["bits_per_byte"] != other["bits_per_byte"]
+    assert [probe["step"] for probe in other["probes"]] == [2, 4, 6]
+    assert other["steps"] == 6 and other["train_seconds"] > 0 and other["solved_at_step"] is None
+    asked = other["recall_by_lag"]
+    assert sum(asked["all"]["asked"]) == sum(asked["aligned"]["asked"]) + sum(asked["split"]["asked"])
+    assert sum(asked["all"]["asked"]) == other["recall"]["overall"]["asked"]
+
+
+def test_matched_models_answer_the_same_questions(tmp_path):
+    rows = read_json(study(tmp_path / "run") / "result.json")["rows"]
+    assert len({json.dumps(row["recall_by_lag"]["all"]["asked"]) for row in rows}) == 1
+
+
+def test_quick_files_are_marked(tmp_path):
+    folder = study(tmp_path / "run", mode="quick")
+    for name in ("config.json", "manifest.json", "result.json"):
+        assert read_json(folder / name)["status"] == "not a result", name
+    assert (folder / "report.md").read_text().startswith("# compress-ratio: not a result\n")
+    cell = folder / "cells" / "enc2-dec1-seed0"
+    assert {read_json(cell / name)["note"] for name in ("config.json", "result.json")} == {"not a result"}
+    assert {"event": "note", "note": "not a result"} in read_events(cell / "metrics.jsonl")
+    assert all(record["note"] == "not a result" for record in read_metrics(cell / "probes.jsonl"))
+
+
+def test_finished_cells_are_not_run_again(tmp_path, monkeypatch):
+    folder = study(tmp_path / "run")
+    first = read_json(folder / "result.json")
+    for name in ("result.json", "report.md"):
+        (folder / name).unlink()
+    monkeypatch.setattr(cell_module, "_train", None)  # would fail if called
+    study(folder)
+    assert read_json(folder / "result.json") == first
+    assert len(read_json(folder / "manifest.json")["sessions"]) == 2
+
+
+def test_an_interrupted_run_continues_from_its_checkpoint_to_the_same_result(tmp_path, monkeypatch):
+    whole = read_json(study(tmp_path / "whole") / "result.json")["rows"]
+    parts, name = tmp_path / "parts", "enc2-dec1-seed0"
+    monkeypatch.setattr(cell_module, "PROGRESS_EVERY", 1)
+    with pytest.raises(KeyboardInterrupt):
+        study(parts, Progress(stop_at=(name, 5)))  # behind the checkpoint of step 4
+    folder = parts / "cells" / name
+    assert {path.name for path in parts.iterdir()} == {"config.json", "manifest.json", "cells"}
+    assert not (folder / "result.json").exists()
+    probes = (folder / "probes.jsonl").read_text().splitlines(keepends=True)
+    (folder / "probes.jsonl").write_text("".join(probes[:-1]))  # as if killed before the probe of step 4
+    study(parts)
+    assert [event["step"] for event in read_events(folder / "metrics.jsonl")] == [0, 4]
+    for one, other in zip(whole, read_json(parts / "result.json")["rows"], strict=True):
+        for timing in ("train_seconds", "compile_seconds", "tokens_per_second"):
+            assert one.pop(timing) >= 0 and other.pop(timing) >= 0
+        assert one == other
+
+
+def test_an_unusable_folder_is_refused_before_any_work(tmp_path):
+    def never(*_):
+        raise AssertionError("work was done")
+
+    tools = TOOLS._replace(model=TOOLS.model._replace(init=never))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        study(tmp_path / "file" / "run", tools=tools)
+    study(tmp_path / "run")
+    with pytest.raises(ValueError, match="holds another run, which differs in mode"):
+        study(tmp_path / "run", mode="full", tools=tools)
+
+
+def test_a_diverged_model_is_a_row_and_does_not_stop_the_study(tmp_path):
+    def explode(params, tokens, cfg, **flags):
+        out = TOOLS.model.forward(params, tokens, cfg, **flags)
+        return out._replace(logits=out.logits * (float("nan") if cfg.kv_source_layer_ids else 1.0))
+
+    folder = study(tmp_path / "run", tools=TOOLS._replace(model=TOOLS.model._replace(forward=explode)))
+    rows = read_json(folder / "result.json")["rows"]
+    assert ["diverged" in row for row in rows] == [False, True, False, True]
+    assert "is not finite" in rows[1]["diverged"] and "## Diverged" in (folder / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_quick_study_runs_end_to_end(tmp_path):
+    begin = time.perf_counter()
+    folder = get_study("compress-ratio").run("quick", tmp_path / "run", Progress())
+    rows = read_json(folder / "result.json")["rows"]
+    assert [row["kv_bytes"]["per_token"] for row in rows] == [0.0, 52.5, 17.5]
+    assert all(row["decode_seconds"][0]["median"] > 0 for row in rows)
+    assert compress_ratio.CHANCE == 1 / 32
+    print(f"quick study: {time.perf_counter() - begin:.0f} s")
