@@ -54,6 +54,8 @@ def test_cells_of_a_mode(mode, count):
     for cell in found:
         assert cell.settings.seed == cell.labels["seed"]
         cell.settings.mix(cell.cfg)  # raises where the model cannot hold the rows
+        for rows in (cell.effort.recall_rows, cell.effort.text_rows, cell.effort.probe_rows):
+            assert rows % cell.settings.rows == 0
         assert max(cell.effort.decode_contexts) + cell.effort.decode_steps + 8 <= cell.cfg.max_position_embeddings
 
 
