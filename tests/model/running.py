@@ -62,7 +62,7 @@ def parameters(cfg: ModelConfig, seed: int = 0):
             return leaf + 0.5 * noise
         if names[-1] == "weight" and leaf.ndim == 1:
             return leaf * (1 + 0.2 * noise)
-        return leaf * CALM if names[-2] in ("wo_b", "w2") else leaf
+        return leaf * CALM if names[-2:] in (["wo_b", "weight"], ["w2", "weight"]) else leaf
 
     return jax.tree_util.tree_map_with_path(disturb, params)
 
@@ -76,6 +76,7 @@ def prompt(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
 class Run:
     """What each processed position of one sequence produced, in order: lists of one array per position."""
 
+    tokens: list = dataclasses.field(default_factory=list)
     logits: list = dataclasses.field(default_factory=list)
     layers: dict = dataclasses.field(default_factory=dict)  # (layer, name) -> list
 
@@ -108,7 +109,8 @@ class Session:
 
     def chunk(self, slot: int, tokens, pages=PAGES) -> Chunk:
         """The next tokens of a sequence as a `Chunk` that lists at most `pages` pages."""
-        return Chunk(slot, tokens, self.runs[slot].length, self.tables[slot][:pages])
+        before = self.runs[slot].tokens
+        return Chunk(slot, tokens, len(before), self.tables[slot][:pages], previous_token=before[-1] if before else -1)
 
     def feed(self, work: dict[int, list[int]], *, rows=None, seqs=None, pages=PAGES) -> None:
         """One ragged step: the next tokens of each slot in `work`, in its order."""
@@ -121,6 +123,7 @@ class Session:
         logits, row = np.asarray(logits), 0
         for slot, tokens in work.items():
             record_rows(self.runs[slot], logits, captures, range(row, row + len(tokens)))
+            self.runs[slot].tokens += tokens
             row += len(tokens)
 
     def restart(self, slot: int) -> None:

@@ -66,8 +66,8 @@ def test_the_served_steps_equal_the_traced_ones():
             if at:
                 traced.feed({0: tokens[at : at + 1]})
             assert_close_logits([traced.runs[0].logits[-1]], np.asarray(logits))
+            served.runs[0].tokens += tokens[at : at + size]
             at += size
-            served.runs[0].logits += [None] * size
         stored = running.stored_rows(CFG, cache, 0, served.tables[0], at)
         assert count_flips(CFG, traced.stored(0), stored, None) == 0
         assert cache.length.tolist() == [at, 0, 0, 0]

@@ -1,0 +1,165 @@
+"""The whole-sequence form: equal to prefill when it rounds alike, its masks as pictures, its switches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsflash_jax import steps
+from tests.model import running
+from tests.model.comparing import EQUAL_CODES_ATOL, FLIPPED_ATOL
+
+forward = jax.jit(steps.forward, static_argnums=2, static_argnames="indexer_target")
+
+
+def ids(length, seeds=(0,)):
+    return jnp.asarray([running.prompt(length, seed) for seed in seeds])
+
+
+def differences(cfg, params, length, seeds):
+    """[B, T] largest logit difference between forward and a single prefill of each prompt."""
+    whole = np.asarray(forward(params, ids(length, seeds), cfg).logits)
+    parts = [running.run_chunks(cfg, params, running.prompt(length, seed), [length]).runs[0].logits for seed in seeds]
+    return np.abs(whole - np.array(parts)).max(axis=-1)
+
+
+@pytest.mark.smoke
+def test_forward_equals_prefill_when_it_rounds_alike():
+    """Window rows unrounded, entries and keys in FP4: every position within float32 sums."""
+    cfg = running.tiny(qat=True, window_format="fp32")
+    assert differences(cfg, running.parameters(cfg), 16, (0, 1)).max() <= EQUAL_CODES_ATOL
+
+
+def test_forward_equals_prefill_in_the_released_formats():
+    """A window code on a rounding boundary may fall the other way; it reaches few positions and little there."""
+    cfg = running.tiny(qat=True)
+    apart = differences(cfg, running.parameters(cfg), 16, (0, 1))
+    assert apart.max() <= FLIPPED_ATOL and (apart <= EQUAL_CODES_ATOL).mean() > 0.7
+
+
+def test_forward_without_rounding_is_another_function():
+    """Otherwise the two tests above could not tell whether anything is rounded."""
+    cfg = running.tiny(qat=False)
+    assert differences(cfg, running.parameters(cfg), 16, (0,)).max() > 10 * FLIPPED_ATOL
+
+
+def test_the_shifted_embedding_crosses_chunk_borders():
+    """Lab's token shift: the first row of a chunk needs the token before it."""
+    cfg = running.single(qat=True, window_format="fp32", token_shift=True)
+    params = running.parameters(cfg)
+    params = {**params, "token_shift": jnp.asarray(np.random.default_rng(0).normal(size=32), jnp.float32)}
+    tokens = running.prompt(16, 0)
+    session = running.run_chunks(cfg, params, tokens, [5, 1, 10], row_bucket=16)
+    whole = np.asarray(forward(params, jnp.asarray([tokens]), cfg).logits)[0]
+    np.testing.assert_allclose(np.array(session.runs[0].logits), whole, rtol=0, atol=EQUAL_CODES_ATOL)
+
+
+def one_layer(ratio, window):
+    """One layer that attends to everything its masks allow."""
+    changes = {"compress_ratios": (ratio,), "sliding_window": window, "page_size": 8, "index_topk": 16}
+    if not ratio:
+        changes |= {"kv_source_layer_ids": (), "index_source_layer_ids": ()}
+    return running.single(**changes)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def influence(params, cfg, use_global, dense):
+    """[7, 7]: whether the output of each position depends on each token, by gradients."""
+    length = 7
+    rows = params["embed"]["weight"][:length]
+
+    def total(rows, t):
+        table = params["embed"]["weight"].at[:length].set(rows)
+        mine = {**params, "embed": {"weight": table}}
+        out = steps.forward(mine, jnp.arange(length)[None], cfg, use_global=use_global, dense=dense)
+        return jnp.sum(out.logits[0, t, ::3])
+
+    grads = jax.lax.map(lambda t: jax.grad(total)(rows, t), jnp.arange(length))
+    return jnp.any(grads != 0, axis=-1).astype(int)
+
+
+def picture(text):
+    return [[int(c) for c in line] for line in text.split()]
+
+
+BAND = picture("1000000 1100000 0110000 0011000 0001100 0000110 0000011")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (0, BAND),
+        (1, picture("1000000 1100000 1110000 1111000 1111100 1111110 1111111")),
+        # At t = 2 the window holds 1 and 2 and the entry 0 and 1; at t = 4 entry 1 (tokens 2, 3) is in, token 5 never.
+        (2, picture("1000000 1100000 1110000 1111000 1111100 1111110 1111111")),
+        # Entry 0 appears at t = 3; at t = 6 token 4 has left the window and its group is still open.
+        (4, picture("1000000 1100000 0110000 1111000 1111100 1111110 1111011")),
+    ],
+)
+def test_what_a_token_may_see(ratio, expected):
+    """B01, B02, B49 as pictures for a window of 2: rows are queries, columns tokens."""
+    cfg = one_layer(ratio, 2)
+    params = running.parameters(cfg)
+    assert influence(params, cfg, True, True).tolist() == expected
+    assert influence(params, cfg, False, True).tolist() == BAND
+
+
+def test_pairs_are_visible_only_when_complete():
+    """Window 1, ratio 2: token 2 is seen by itself and, with token 3, from 3 on."""
+    cfg = one_layer(2, 1)
+    expected = picture("1000000 1100000 1110000 1111000 1111100 1111110 1111111")
+    seen = influence(running.parameters(cfg), cfg, True, True).tolist()
+    assert seen == expected
+    alone = influence(running.parameters(cfg), cfg, False, True).tolist()
+    assert alone == np.eye(7, dtype=int).tolist()
+
+
+def test_switches_are_traced():
+    """One compilation serves warm-up, sparse training and the control; each switch does something."""
+    cfg = running.shallow()
+    params, tokens = running.parameters(cfg), ids(20)
+    before = forward._cache_size()
+    outs = {
+        (dense, use): forward(params, tokens, cfg, dense=jnp.asarray(dense), use_global=jnp.asarray(use))
+        for dense in (False, True)
+        for use in (False, True)
+    }
+    assert forward._cache_size() == before + 1
+    assert np.array_equal(outs[False, False].logits, outs[True, False].logits), "no entries, nothing to select"
+    for pair in (((False, True), (True, True)), ((False, True), (False, False))):
+        assert np.abs(outs[pair[0]].logits - outs[pair[1]].logits).max() > 1e-3
+    # 20 tokens, four selected of up to twenty entries: the first queries see all of theirs, so agree in both modes.
+    apart = np.abs(outs[False, True].logits - outs[True, True].logits)[0].max(axis=-1)
+    assert apart[:4].max() == 0 < apart[12:].min()
+
+
+def test_coverage_is_the_share_of_attention_that_the_selection_holds():
+    cfg = running.shallow()
+    params = running.parameters(cfg)
+    few, many = forward(params, ids(4), cfg), forward(params, ids(24), cfg, dense=True)
+    assert few.coverage.shape == (3,)
+    np.testing.assert_allclose(few.coverage, 1.0, atol=1e-6)
+    assert ((np.asarray(many.coverage) > 0.05) & (np.asarray(many.coverage) < 1)).all()
+
+
+def test_the_indexer_loss_vanishes_where_nothing_is_to_choose():
+    """One visible entry: both distributions are certain. Several: the loss is positive."""
+    cfg = running.single(compress_ratios=(1,), page_size=8)
+    params = running.parameters(cfg)
+    assert float(forward(params, ids(1), cfg).indexer_kl) == pytest.approx(0, abs=1e-6)
+    assert float(forward(params, ids(9), cfg).indexer_kl) > 1e-3
+    window_only = one_layer(0, 2)
+    out = forward(running.parameters(window_only), ids(5), window_only)
+    assert float(out.indexer_kl) == 0 and out.coverage.shape == (0,)
+
+
+def test_sequences_of_a_batch_do_not_meet():
+    cfg = running.shallow()
+    params = running.parameters(cfg)
+    both = forward(params, ids(9, (0, 1)), cfg).logits
+    for i, seed in enumerate((0, 1)):
+        alone = forward(params, ids(9, (seed,)), cfg).logits[0]
+        np.testing.assert_allclose(both[i], alone, rtol=0, atol=EQUAL_CODES_ATOL)
