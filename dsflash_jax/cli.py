@@ -245,7 +245,10 @@ def _sentence(error: Exception) -> str:
 
 
 class _Progress:
-    """Draws `progress(label, done, total, **metrics)` of a study: a bar on a terminal, else a line per label."""
+    """Draws `progress(label, done, total, **metrics)` of a study: a bar per label under way, a line per finished one.
+
+    Without a terminal there are only the lines.
+    """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -262,15 +265,16 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def __call__(self, label: str, done: int, total: int, **metrics: float) -> None:
+    def __call__(self, label: str, done: int, total: int, **metrics: float | str) -> None:
         text = "  ".join(f"{name} {_cell(value)}" for name, value in metrics.items())
-        if not self._console.is_terminal:
-            if done >= total:
-                print(f"{label}: {done}/{total}  {text}", file=sys.stderr, flush=True)
-            return
-        if label not in self._tasks:
-            self._tasks[label] = self._bar.add_task(label, total=total, metrics="")
-        self._bar.update(self._tasks[label], completed=done, total=total, metrics=text)
+        if done >= total:
+            if label in self._tasks:
+                self._bar.remove_task(self._tasks.pop(label))
+            self._console.print(f"{label}: {done}/{total}  {text}", markup=False, highlight=False, soft_wrap=True)
+        elif self._console.is_terminal:
+            if label not in self._tasks:
+                self._tasks[label] = self._bar.add_task(label, total=total, metrics="")
+            self._bar.update(self._tasks[label], completed=done, total=total, metrics=text)
 
 
 def _console() -> Console:

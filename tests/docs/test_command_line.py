@@ -82,3 +82,13 @@ def test_shipped_configurations_are_found_by_name_from_any_folder(tmp_path, monk
 def test_the_command_and_the_list_of_studies_do_not_import_jax():
     program = "import sys\nfrom dsflash_jax.cli import main\nmain(['list'])\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, timeout=60)
+
+
+def test_without_a_terminal_progress_is_a_line_per_finished_label(capsys):
+    with cli._Progress() as progress:
+        for done in range(3):
+            progress("cell [a]", done, 2, loss=1.23456)
+        progress("study", 1, 1, gate="not learned")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["cell [a]: 2/2  loss 1.235", "study: 1/1  gate not learned"]
