@@ -14,6 +14,7 @@ import numpy as np
 from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, KEY_TOKENS, VALUE_TOKENS
 
 TRAIN_STREAM, HELD_OUT_STREAM = 0, 1
+_NEAR_PAIRS = 3
 _COPY_SPAN = 8  # tokens of a copied span
 
 
@@ -39,6 +40,8 @@ class TaskMix:
     """Shape of a batch and what its rows are; rows that are no task are text.
 
     window: the model's sliding window, which sets the distances asked. Shares are of rows, rounded to whole rows.
+    near: recall rows of few pairs, all asked again inside the window: without them a model of window layers alone does
+    not learn to look keys up in the time that suffices for the others, and it is the yardstick.
     pairs: key/value pairs of a recall row; text_slots: share of its slots left as text at least; patience: share of a
     pair's occurrences after which it rests for more than two windows.
     """
@@ -47,6 +50,7 @@ class TaskMix:
     context: int
     window: int
     recall: float = 0.75
+    near: float = 0.0
     needle: float = 0.0
     copy: float = 0.0
     pairs: int = 8
@@ -57,22 +61,27 @@ class TaskMix:
         """Raises ValueError naming field, value and rule."""
         if self.rows < 1:
             raise ValueError(f"rows={self.rows} must be at least 1.")
-        for name in ("recall", "needle", "copy", "text_slots", "patience"):
+        for name in ("recall", "near", "needle", "copy", "text_slots", "patience"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
-        if self.recall + self.needle + self.copy > 1.0 + 1e-9:
-            raise ValueError(f"recall + needle + copy = {self.recall + self.needle + self.copy} exceeds 1.")
+        shares = self.recall + self.near + self.needle + self.copy
+        if shares > 1.0 + 1e-9:
+            raise ValueError(f"recall + near + needle + copy = {shares} exceeds 1.")
         if not 1 <= self.pairs <= KEY_TOKENS:
             raise ValueError(f"pairs={self.pairs} must lie between 1 and the number of keys, {KEY_TOKENS}.")
         least = max(4 * self.pairs, 4 * _COPY_SPAN)
         if self.context < least:
             raise ValueError(f"context={self.context} is too short: {self.pairs} pairs need at least {least} tokens.")
 
-    def row_counts(self) -> tuple[int, int, int, int]:
-        """Rows of recall, needle, copy and text; they sum to rows."""
-        edges = np.rint(np.cumsum([self.recall, self.needle, self.copy]) * self.rows).astype(int)
-        recall, needle, copy = np.diff(edges, prepend=0)
-        return int(recall), int(needle), int(copy), self.rows - int(edges[-1])
+    def row_counts(self) -> tuple[int, int, int, int, int]:
+        """Rows of recall, near recall, needle, copy and text; they sum to rows."""
+        edges = np.rint(np.cumsum([self.recall, self.near, self.needle, self.copy]) * self.rows).astype(int)
+        recall, near, needle, copy = (int(n) for n in np.diff(edges, prepend=0))
+        return recall, near, needle, copy, self.rows - int(edges[-1])
+
+    def lag_shares(self) -> tuple[float, float, float]:
+        """Shares of the lags of a recall row: inside the window, up to two windows, beyond."""
+        return 0.6 * (1 - self.patience), 0.4 * (1 - self.patience), self.patience
 
 
 def make_batch(mix: TaskMix, text: np.ndarray, seed: int, step: int, stream: int = TRAIN_STREAM) -> Batch:
@@ -86,10 +95,13 @@ def make_batch(mix: TaskMix, text: np.ndarray, seed: int, step: int, stream: int
     rng = np.random.default_rng([seed, stream, step])
     starts = rng.integers(0, text.size - length + 1, mix.rows)
     rows = _Rows.over(text[starts[:, None] + np.arange(length)].astype(np.int32))
-    recall, needle, copy, plain = mix.row_counts()
-    _write_recall(rows.part(0, recall), mix, rng)
-    _write_needle(rows.part(recall, recall + needle), rng)
-    _write_copy(rows.part(recall + needle, recall + needle + copy), rng)
+    *counts, plain = mix.row_counts()
+    edges = np.cumsum([0, *counts])
+    parts = [rows.part(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+    _write_recall(parts[0], mix.pairs, mix.lag_shares(), mix, rng)
+    _write_recall(parts[1], min(mix.pairs, _NEAR_PAIRS), (1.0, 0.0, 0.0), mix, rng)
+    _write_needle(parts[2], rng)
+    _write_copy(parts[3], rng)
     rows.text_mask[mix.rows - plain:] = True
     return rows.batch()
 
@@ -137,7 +149,9 @@ class _Rows(NamedTuple):
         return Batch(self.tokens[:, :-1], self.tokens[:, 1:], *self[1:])
 
 
-def _write_recall(rows: _Rows, mix: TaskMix, rng: np.random.Generator) -> None:
+def _write_recall(
+    rows: _Rows, pairs: int, lag_shares: tuple[float, float, float], mix: TaskMix, rng: np.random.Generator
+) -> None:
     """Recall rows: slots of (key, value) over text; a repeated key asks for its value, and renews the pair's position.
 
     Each occurrence draws the lag after which its pair is due again: inside the window, up to two windows, or beyond, up
@@ -150,17 +164,17 @@ def _write_recall(rows: _Rows, mix: TaskMix, rng: np.random.Generator) -> None:
     slots = (context - 1) // 2
     every = np.arange(count)
     phase = rng.integers(0, 2, count)
-    keys = rng.permuted(np.tile(np.arange(KEY_TOKENS), (count, 1)), axis=1)[:, : mix.pairs] + FIRST_KEY
-    values = rng.integers(0, VALUE_TOKENS, (count, mix.pairs)) + FIRST_VALUE
+    keys = rng.permuted(np.tile(np.arange(KEY_TOKENS), (count, 1)), axis=1)[:, : pairs] + FIRST_KEY
+    values = rng.integers(0, VALUE_TOKENS, (count, pairs)) + FIRST_VALUE
     stays_text = rng.random((slots, count)) < mix.text_slots
-    waits = _waits(mix, rng, slots, count)
-    last = np.zeros((count, mix.pairs), int)
-    due = np.full((count, mix.pairs), 2 * context)  # not yet introduced: never due
+    waits = _waits(mix, lag_shares, rng, slots, count)
+    last = np.zeros((count, pairs), int)
+    due = np.full((count, pairs), 2 * context)  # not yet introduced: never due
     introduced = np.zeros(count, int)
     for slot in range(slots):
         position = phase + 2 * slot
-        introduces = introduced < mix.pairs
-        pair = np.where(introduces, np.minimum(introduced, mix.pairs - 1), due.argmin(axis=1))
+        introduces = introduced < pairs
+        pair = np.where(introduces, np.minimum(introduced, pairs - 1), due.argmin(axis=1))
         row = every[(introduces | (due[every, pair] <= position)) & ~stays_text[slot]]
         at, pair, asks = position[row], pair[row], ~introduces[row]
         rows.tokens[row, at] = keys[row, pair]
@@ -173,10 +187,12 @@ def _write_recall(rows: _Rows, mix: TaskMix, rng: np.random.Generator) -> None:
     rows.aligned[:] = (phase == 0)[:, None]
 
 
-def _waits(mix: TaskMix, rng: np.random.Generator, slots: int, count: int) -> np.ndarray:
+def _waits(
+    mix: TaskMix, lag_shares: tuple[float, float, float], rng: np.random.Generator, slots: int, count: int
+) -> np.ndarray:
     """Lags until a pair is due again, int[slots, rows]: in one window, in two, or (share: patience) beyond."""
     edges = np.minimum([2, mix.window, 2 * mix.window, mix.context], mix.context)
-    bucket = rng.choice(3, (slots, count), p=[(1 - mix.patience) / 2, (1 - mix.patience) / 2, mix.patience])
+    bucket = rng.choice(3, (slots, count), p=lag_shares)
     return (edges[bucket] + rng.random((slots, count)) * (edges[bucket + 1] - edges[bucket])).astype(int)
 
 

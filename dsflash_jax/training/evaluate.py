@@ -53,7 +53,7 @@ def held_out_batches(
 
     Raises ValueError when settings.rows does not divide a count, or the held-out text is too short.
     """
-    mix = settings.replace(rows=recall_rows, recall=1.0, needle=0.0, copy=0.0).mix(cfg)
+    mix = settings.replace(rows=recall_rows, recall=1.0, near=0.0, needle=0.0, copy=0.0).mix(cfg)
     recall = make_batch(mix, corpus.held_out, EVALUATION_SEED, 0, HELD_OUT_STREAM)
     text = text_batch(corpus.held_out, text_rows, settings.context)
     return HeldOut(split_batch(recall, settings.rows), split_batch(text, settings.rows))

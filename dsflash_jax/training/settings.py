@@ -25,14 +25,14 @@ class TrainSettings:
         or "own", the layer it stands in.
       dense_until: the selection stays dense until the moving average of the answer loss (nats) falls below this.
       average_decay: of that moving average, per step.
-      recall, needle, copy, pairs, text_slots, patience: see TaskMix.
+      recall, near, needle, copy, pairs, text_slots, patience: see TaskMix.
     """
 
-    steps: int = 800
-    rows: int = 16
+    steps: int = 600
+    rows: int = 8
     context: int = 128
     seed: int = 0
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
     warmup_steps: int = 50
     final_share: float = 0.05
     beta2: float = 0.99
@@ -43,7 +43,8 @@ class TrainSettings:
     indexer_target: str = "served"
     dense_until: float = 0.4
     average_decay: float = 0.95
-    recall: float = TaskMix.recall
+    recall: float = 0.5
+    near: float = 0.25
     needle: float = TaskMix.needle
     copy: float = TaskMix.copy
     pairs: int = TaskMix.pairs
@@ -88,6 +89,6 @@ class TrainSettings:
                 f"context={self.context} exceeds max_position_embeddings={cfg.max_position_embeddings} of the model."
             )
         return TaskMix(
-            rows=self.rows, context=self.context, window=cfg.sliding_window, recall=self.recall, needle=self.needle,
-            copy=self.copy, pairs=self.pairs, text_slots=self.text_slots, patience=self.patience,
+            rows=self.rows, context=self.context, window=cfg.sliding_window, recall=self.recall, near=self.near,
+            needle=self.needle, copy=self.copy, pairs=self.pairs, text_slots=self.text_slots, patience=self.patience,
         )

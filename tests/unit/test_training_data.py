@@ -50,6 +50,12 @@ def test_pairs_of_a_row_are_all_aligned_or_all_split_and_both_occur():
     assert 0.25 < share < 0.75
 
 
+def test_near_rows_ask_most_keys_again_inside_the_window():
+    batch = make_batch(TaskMix(rows=64, context=128, window=16, recall=0.0, near=1.0), TEXT, seed=6, step=0)
+    lag = batch.lag[batch.answer_mask]
+    assert (lag < 16).mean() > 0.85 and len(lag) / 64 > 15
+
+
 def test_lags_reach_from_the_window_to_the_whole_row():
     lag = make_batch(RECALL, TEXT, seed=6, step=0).lag
     lag = lag[lag > 0]
@@ -79,7 +85,7 @@ def test_copy_answers_equal_the_tokens_one_lag_back():
 def test_rows_divide_as_the_mix_says_and_only_text_rows_train_text():
     mix = TaskMix(rows=16, context=64, window=8, recall=0.5, needle=0.125, copy=0.125)
     batch = make_batch(mix, TEXT, seed=9, step=0)
-    assert mix.row_counts() == (8, 2, 2, 4)
+    assert mix.row_counts() == (8, 0, 2, 2, 4)
     assert batch.text_mask.any(axis=1).tolist() == [False] * 12 + [True] * 4
     assert batch.answer_mask.any(axis=1).tolist() == [True] * 12 + [False] * 4
     assert batch.tokens[12:].max() < TEXT_TOKENS
