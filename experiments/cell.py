@@ -29,7 +29,7 @@ from dsflash_jax.training.settings import TrainSettings
 from experiments.artifacts import read_json, write_json
 
 SOLVED = 0.95  # near and far recall from which a model counts as having solved the task
-LAG_BINS = 16  # of the recall curve
+LAG_BINS = 12  # of the recall curve
 DECODE_WARMUP = 8
 PROGRESS_EVERY = 10  # steps between two reports
 

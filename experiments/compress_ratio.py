@@ -28,7 +28,7 @@ CHANCE = 1.0 / VALUE_TOKENS  # a uniform guess among the value tokens
 Schedule = tuple[int, int] | None  # (encoder ratio, decoder ratio); None is window only
 SCHEDULES: tuple[Schedule, ...] = (None, (1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 SMALL_TRAINING = TrainSettings()
-LARGE_TRAINING = TrainSettings(steps=600, rows=16, context=256, learning_rate=2e-3)
+LARGE_TRAINING = TrainSettings(steps=600, rows=8, context=256, learning_rate=2e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,13 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType({
         schedules=(None, (2, 1), (4, 4)), seeds=(0,), training=SMALL_TRAINING.replace(steps=10),
         effort=Effort(recall_rows=32, text_rows=16, probe_rows=16, probe_every=10, decode_steps=16, unrounded=False),
     ),
-    "default": Budget(schedules=SCHEDULES, seeds=(0,), training=SMALL_TRAINING, effort=Effort()),
+    "default": Budget(
+        schedules=SCHEDULES, seeds=(0,), training=SMALL_TRAINING,
+        effort=Effort(recall_rows=256, text_rows=128, probe_every=100, unrounded=False),
+    ),
     "full": Budget(
         schedules=SCHEDULES, seeds=(0, 1, 2), training=SMALL_TRAINING, effort=Effort(decode_contexts=(128, 1920)),
-        equal_share=(2, 4), large=(None, (1, 1), (2, 1), (4, 4)),
+        equal_share=(2, 4), large=(None, (2, 1), (4, 4)),
     ),
 })
 
@@ -79,7 +82,9 @@ def cells(budget: Budget, small: ModelConfig, large: ModelConfig) -> Iterator[Ce
         # k over entries as at ratio 1: tells the cost of pooling from that of a larger selected share.
         cfg = with_schedule(small, (ratio, ratio)).replace(index_topk=small.index_topk // ratio)
         yield _cell(EQUAL_SHARE, (ratio, ratio), first, cfg, budget.training, budget.effort)
-    effort = dataclasses.replace(budget.effort, decode_contexts=(LARGE_TRAINING.context,))
+    effort = dataclasses.replace(
+        budget.effort, recall_rows=256, probe_every=100, decode_contexts=(LARGE_TRAINING.context,)
+    )
     for schedule in budget.large:
         yield _cell(LARGE, schedule, first, with_schedule(large, schedule), LARGE_TRAINING, effort)
 

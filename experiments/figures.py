@@ -109,7 +109,7 @@ def _recall_panel(
         )
     if fresh:
         axis.legend(
-            handles=fresh, loc="center right", fontsize=7.5, frameon=True, framealpha=0.9, edgecolor="none",
+            handles=fresh, loc="best", fontsize=7.5, frameon=True, framealpha=0.9, edgecolor="none",
             handlelength=2.4, labelcolor="linecolor",
         )
         labelled.update(line.get_label() for line in fresh)

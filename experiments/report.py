@@ -222,6 +222,8 @@ def _making(plan: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
         f"- {settings['steps']} steps of {settings['rows']} rows x {settings['context']} tokens ({tokens:,} tokens per "
         f"model), learning rate {settings['learning_rate']:g}, keys and values {rounding} in training, seeds "
         f"{', '.join(map(str, plan['seeds']))}",
+        f"- training rows: {settings['recall']:.0%} recall at all distances, {settings['near']:.0%} recall inside the "
+        f"window only, the rest text; top-k once the averaged answer loss is below {settings['dense_until']:g}",
         f"- corpus {corpus['sha256'][:16]} (Python {corpus['python']}), {corpus['train_tokens']:,} training and "
         f"{corpus['held_out_tokens']:,} held-out tokens",
         f"- {machine['cores']} cores ({machine['processor']}), {machine['jax_devices']} JAX devices; "
