@@ -102,8 +102,15 @@ def _table_section(rows: Sequence[Row], plan: Mapping[str, Any], chance: float) 
         "Solved: the first probe with near and far recall of 95 % or more; a dash where at least one seed never got "
         "there. Seconds are of optimiser steps alone, without compilation."
     )
-    brief = _in_short(rows)
-    return ["## Cost and saving", *([brief] if brief else []), text, _table(rows, TABLE), solved, _table(rows, COURSE)]
+    text += _answers(rows)
+    return ["## Cost and saving", _in_short(rows), text, _table(rows, TABLE), solved, _table(rows, COURSE)]
+
+
+def _answers(rows: Sequence[Row]) -> str:
+    """On how many answers the shares of one model rest; all models are asked the same."""
+    buckets = next((row["recall"]["by_bucket"] for row in rows if "recall" in row), {})
+    counts = ", ".join(f"{name} {share['asked']:,}" for name, share in buckets.items() if name != "relay")
+    return f" Answers asked of each model: {counts}." if counts else ""
 
 
 def _in_short(rows: Sequence[Row]) -> str:
@@ -171,6 +178,7 @@ def _large_section(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     text = "Context 256, window 32, six layers, one seed: whether the order of the schedules survives a step in size."
+    text += _answers(rows)
     return ["## Larger configuration", text, _table(rows, TABLE), _table(rows, COURSE), _table(
         [row for row in rows if row["encoder"] is not None], INSIDE
     )]
