@@ -1,4 +1,4 @@
-"""`dsflash bench`: prefill and decode speed of one shape, compile and steady time apart, beside the machine's own rates.
+"""`dsflash bench`: prefill and decode speed of one shape, compile time apart, beside the machine's own rates.
 
 A table of measurements, not a test. Prefill fills a fresh prompt and returns last-position logits; decode takes one
 token per step on packed caches with a host-built `StepInfo` each time, as a user's loop does.

@@ -16,7 +16,14 @@ from dsflash_jax.modules.step_index import Tiles, completing_rows, history_index
 from dsflash_jax.ops.compressor import pool
 from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.ops.rows import read_bytes, write_bytes
-from dsflash_jax.ops.sparse_attention import BandSource, MaskedTableSource, RowSource, Source, TableSource, sparse_attention
+from dsflash_jax.ops.sparse_attention import (
+    BandSource,
+    MaskedTableSource,
+    RowSource,
+    Source,
+    TableSource,
+    sparse_attention,
+)
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 
 
@@ -122,7 +129,9 @@ def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: 
     return dataclasses.replace(cache, pages=pages)
 
 
-def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Array, context: StepContext, cache: ModelCache):
+def _pool_groups(
+    attn: Attention, x: jax.Array, row: jax.Array, position: jax.Array, context: StepContext, cache: ModelCache
+) -> tuple[jax.Array, ModelCache]:
     """(latents [G, D] in x's dtype, cache with this step's un-pooled rows stored), for ratio > 1."""
     role, cfg, step = attn.role, attn.cfg, context.step
     layout = cache_layout(cfg)
@@ -145,7 +154,7 @@ def _pool_groups(attn: Attention, x: jax.Array, row: jax.Array, position: jax.Ar
 
 
 def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, kv_source: int, cfg: ModelConfig):
-    """The selected main rows: picked and unpacked per query, or unpacked once for all queries, whichever is less work."""
+    """The selected main rows: unpacked per query, or once for all queries, whichever is less work."""
     step = context.step
     member = cache_layout(cfg).member(kv_source, "main")
     tables = step.block_tables[GLOBAL_GROUP]

@@ -23,7 +23,15 @@ def gate_scores(logits: jax.Array, scoring_func: str) -> jax.Array:
 
 
 def route(
-    x: jax.Array, weight: jax.Array, bias: jax.Array, *, k: int, scoring_func: str, temp: float, normalise: bool, scale: float
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array,
+    *,
+    k: int,
+    scoring_func: str,
+    temp: float,
+    normalise: bool,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses k experts per row: (weights float32[T, k], experts int32[T, k], best first).
 
@@ -45,7 +53,9 @@ def swiglu(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def expert(x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float, route_weight: jax.Array | None = None):
+def expert(
+    x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float, route_weight: jax.Array | None = None
+) -> jax.Array:
     """One SwiGLU expert on x [..., d]; `route_weight` [...] multiplies before w2, as in the reference."""
     hidden = swiglu(linear(x, w3), linear(x, w1), limit)
     if route_weight is not None:

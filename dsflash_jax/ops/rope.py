@@ -18,7 +18,7 @@ def rope_tables(width: int, length: int, theta: float, scaling: RopeScaling | No
     dimensions (YaRN without a magnitude factor). Source: golden numerics "RoPE".
     """
     pair = np.arange(0, width, 2, dtype=np.float32)
-    # The power is taken in float64 and rounded once: NumPy's float32 power is off by one unit in the last place for some
+    # The power is taken in float64 and rounded once: NumPy's float32 power is one unit in the last place off for some
     # pairs, which the position then multiplies.
     power = np.float64(theta) ** (pair / np.float32(width)).astype(np.float64)
     freq = np.float32(1) / power.astype(np.float32)

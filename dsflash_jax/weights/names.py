@@ -53,7 +53,8 @@ def from_released(tensors: Mapping[str, np.ndarray], abstract: Mapping[Any, Any]
     names = released_names(abstract)
     missing, extra = sorted(names.keys() - tensors.keys()), sorted(tensors.keys() - names.keys())
     if missing or extra:
-        raise ValueError(f"missing tensor(s): {', '.join(missing) or 'none'}; unexpected: {', '.join(extra) or 'none'}.")
+        listed = [", ".join(group) or "none" for group in (missing, extra)]
+        raise ValueError(f"missing tensor(s): {listed[0]}; unexpected: {listed[1]}.")
     leaves = dict(walk(abstract))
     stacked = {path: np.empty(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
     for name, (path, index) in names.items():
