@@ -45,11 +45,15 @@ def test_a_given_away_cache_cannot_be_used_again():
 
 
 @pytest.mark.smoke
-def test_the_compiled_step_updates_every_pool_in_place():
+@pytest.mark.parametrize(
+    ("rows", "seqs"), [(1, 1), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(64, 4, marks=pytest.mark.slow)]
+)
+def test_the_compiled_step_updates_every_pool_in_place(rows, seqs):
     """Pools of many megabytes beside a step of a few kilobytes: the compiler reuses them and needs no such scratch."""
     big = ModelCache.abstract(CFG, 20_000, 3_000)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), running.parameters(CFG))
-    compiled = steps._step.lower(params, big, decode_step(0), CFG, "last", True).compile()
+    step = make_step([Chunk(0, [5], 0, [0])], CFG, rows=rows, seqs=seqs, pages=running.PAGES)
+    compiled = steps._step.lower(params, big, step, CFG, "last", True).compile()
     memory = compiled.memory_analysis()
     sizes = [getattr(big, name).size * getattr(big, name).dtype.itemsize for name in POOLS]
     assert min(sizes) > 2 * 2**20

@@ -17,12 +17,14 @@ LONGEST = 3 * CFG.sliding_window + 3
 def check_every_split(cfg, params, seed, longest, splits=None):
     """Compares every (n, k); one pass of decode steps per k visits every n. Returns the tally of stored codes."""
     tokens, tally = running.prompt(longest, seed), Tally()
+    # One bucket for all prefills: two would round rows that nothing compares in two ways.
+    bucket = next(rows for rows in running.ROW_BUCKETS if rows >= longest)
     whole = {}
     for n in range(1, longest + 1):
-        session = run_chunks(cfg, params, tokens[:n], [n])
+        session = run_chunks(cfg, params, tokens[:n], [n], row_bucket=bucket)
         whole[n] = session.runs[0], session.stored(0)
     for k in splits or range(1, longest):
-        session, flips = run_chunks(cfg, params, tokens, [k]), 0
+        session, flips = run_chunks(cfg, params, tokens, [k], row_bucket=bucket), 0
         for n in range(k + 1, longest + 1):
             session.feed({0: tokens[n - 1 : n]})
             flips += assert_same_run((cfg, params), whole[n], (session.runs[0], session.stored(0)), tally, flips)
