@@ -38,21 +38,28 @@ def make_step(
     rows: int | None = None,
     seqs: int | None = None,
     pages: int | None = None,
+    verify: bool = False,
 ) -> StepInfo:
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
-    Sizes default to the next power of two. Raises ValueError for a chunk without tokens, token ids out of range,
+    Sizes default to the next power of two, `pages` to no more than the longest context needs. `verify` also refuses
+    more rows per sequence than the caches can roll back. Raises ValueError for a chunk without tokens, token ids out of range,
     positions past `max_position_embeddings`, block tables too short or naming a page twice, repeated or negative slots,
     facts that contradict `start`, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)
+        if verify and len(chunk.tokens) > cfg.num_draft_tokens + 1:
+            rule = f"exceed num_draft_tokens + 1 = {cfg.num_draft_tokens + 1}, which ring and state can roll back"
+            raise ValueError(f"slot {chunk.slot}: {len(chunk.tokens)} rows to verify {rule}.")
     slots = [chunk.slot for chunk in chunks]
     if len(set(slots)) != len(slots):
         raise ValueError(f"slots={slots} must be distinct: one sequence per slot and step.")
     total = sum(len(chunk.tokens) for chunk in chunks)
     widest = max((len(chunk.pages) for chunk in chunks), default=1)
-    rows, seqs, pages = rows or bucket(total), seqs or bucket(len(chunks)), pages or bucket(widest)
+    longest = -(-cfg.max_position_embeddings // cfg.page_size)
+    rows, seqs = rows or bucket(total), seqs or bucket(len(chunks))
+    pages = pages or min(bucket(widest), max(widest, longest))
     for name, have, need in (("rows", rows, total), ("seqs", seqs, len(chunks)), ("pages", pages, widest)):
         if have < need:
             raise ValueError(f"{name}={have} is smaller than the {need} that this step needs.")

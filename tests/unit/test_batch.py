@@ -168,3 +168,17 @@ def test_token_ids_are_named_with_their_place():
     check_token_ids([0, 95], TINY, "prompt")
     with pytest.raises(ValueError, match=r"^prompt: token id 96 is outside 0\.\.95\.$"):
         check_token_ids([0, 96], TINY, "prompt")
+
+
+def test_verifying_more_rows_than_can_be_rolled_back_is_refused():
+    chunk = Chunk(0, [1] * (TINY.num_draft_tokens + 2), 0, [0, 1])
+    make_step([chunk], TINY)
+    with pytest.raises(ValueError, match=r"7 rows to verify exceed num_draft_tokens \+ 1 = 6"):
+        make_step([chunk], TINY, verify=True)
+
+
+def test_block_tables_are_never_wider_than_the_longest_context():
+    longest = TINY.max_position_embeddings // TINY.page_size
+    cfg = TINY.replace(max_position_embeddings=TINY.max_position_embeddings - 3 * TINY.page_size)
+    step = make_step([Chunk(0, [1], cfg.max_position_embeddings - 1, range(longest - 3))], cfg)
+    assert step.block_tables["global"].shape == (1, longest - 3)
