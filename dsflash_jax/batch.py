@@ -43,9 +43,9 @@ def make_step(
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
     Sizes default to the next power of two, `pages` to no more than the longest context needs. `verify` also refuses
-    more rows per sequence than the caches can roll back. Raises ValueError for a chunk without tokens, token ids out of range,
-    positions past `max_position_embeddings`, block tables too short or naming a page twice, repeated or negative slots,
-    facts that contradict `start`, and buckets too small.
+    more rows per sequence than the caches can roll back. Raises ValueError for a chunk without tokens, token ids out of
+    range, positions past `max_position_embeddings`, block tables too short or naming a page twice, repeated or negative
+    slots, facts that contradict `start`, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)

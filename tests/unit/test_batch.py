@@ -101,7 +101,7 @@ REFUSALS = {
         {"start": 127, "tokens": [1, 2], "pages": range(16)},
         "slot 0: positions 127..128 exceed max_position_embeddings=128.",
     ),
-    "before-zero": ({"start": -1}, "slot 0: positions -1..-1 exceed max_position_embeddings=128."),
+    "before-zero": ({"start": -1}, "slot 0: start=-1 must not be negative."),
     "table-too-short": (
         {"start": 7, "tokens": [1, 2]}, "slot 0: block table of 1 pages is too short, 9 tokens need 2 pages of 8.",
     ),
