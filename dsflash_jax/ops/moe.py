@@ -86,36 +86,48 @@ def routed_experts(
     Rows are sorted by expert and padded to blocks of one expert each, one dense product per block; no row is dropped.
     """
     rows, k = experts.shape
-    count = w1.shape[0]
-    block = _block_rows(rows * k, count)
-    num_blocks = -(-rows * k // block) + (0 if block == 1 else count - 1)
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    counts = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
-    blocks_of = -(-counts // block)
-    first_block = jnp.cumsum(blocks_of) - blocks_of
-    rank = jnp.arange(rows * k) - (jnp.cumsum(counts) - counts)[flat[order]]
-    place = first_block[flat[order]] * block + rank
-    pair = jnp.full(num_blocks * block, -1).at[place].set(order).reshape(num_blocks, block)
-    owner = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(num_blocks), side="right")
-    owner = jnp.minimum(owner, count - 1)
+    pairs_to_blocks = _pairs_alone if rows * k <= 2 * w1.shape[0] else _pairs_by_expert
+    pair, owner, place = pairs_to_blocks(experts.reshape(-1), w1.shape[0])
 
-    def one(args):
+    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         pairs, e = args
-        live = pairs >= 0
         source = jnp.maximum(pairs, 0)
-        gain = jnp.where(live, weights.reshape(-1)[source], 0.0)
+        gain = jnp.where(pairs >= 0, weights.reshape(-1)[source], 0.0)
         picked = [lax.dynamic_index_in_dim(w, e, 0, keepdims=False) for w in (w1, w2, w3)]
         return expert(x[source // k], *picked, limit, gain)
 
-    out = lax.map(one, (pair, owner)).reshape(num_blocks * block, -1)
-    back = jnp.zeros(rows * k, jnp.int32).at[order].set(place)
-    back = back.reshape(rows, k)
-    return sum(out[back[:, i]].astype(jnp.float32) for i in range(k))
+    out = lax.map(one, (pair, owner)).reshape(pair.size, -1)
+    place = place.reshape(rows, k)
+    return sum(out[place[:, i]].astype(jnp.float32) for i in range(k))
+
+
+def _pairs_alone(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Every (row, expert) pair a block of its own, in order: for the few pairs of a decode step."""
+    del count
+    pair = jnp.arange(experts.size)
+    return pair[:, None], experts, pair
+
+
+def _pairs_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pairs int32[N] sorted by expert and padded to blocks of one expert each.
+
+    Returns (pair int32[blocks, rows per block], -1 = padding; expert of each block; place of each pair in the blocks).
+    """
+    total = experts.size
+    block = _block_rows(total, count)
+    num_blocks = -(-total // block) + count - 1
+    order = jnp.argsort(experts, stable=True)
+    counts = jnp.sum(jax.nn.one_hot(experts, count, dtype=jnp.int32), axis=0)
+    blocks_of = -(-counts // block)
+    first_block = jnp.cumsum(blocks_of) - blocks_of
+    rank = jnp.arange(total) - (jnp.cumsum(counts) - counts)[experts[order]]
+    sorted_place = first_block[experts[order]] * block + rank
+    pair = jnp.full(num_blocks * block, -1).at[sorted_place].set(order).reshape(num_blocks, block)
+    owner = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(num_blocks), side="right")
+    place = jnp.zeros(total, jnp.int32).at[order].set(sorted_place)
+    return pair, jnp.minimum(owner, count - 1), place
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows per block: 1 while there are few pairs (decode), else about half of one expert's share, 8 to 64."""
-    if pairs <= 2 * experts:
-        return 1
+    """Rows per block: about half of one expert's share, 8 to 64: padding against the cost of a block."""
     return min(64, max(8, 1 << (pairs // experts // 2).bit_length()))
