@@ -12,7 +12,7 @@ from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from tests.model import running
 
-CFG = running.shallow()
+CFG = running.shallow(window_format="fp32")
 POOLS = ("pages", "ring", "state")
 
 
@@ -27,7 +27,7 @@ def pointers(cache):
 
 @pytest.mark.smoke
 def test_repeated_decode_never_retraces_and_never_moves_a_pool():
-    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 32, 2)
+    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 64, 4)
     _, cache = steps.decode(params, cache, decode_step(0), CFG)
     before, compiled = pointers(cache), steps._step._cache_size()
     for position in range(1, 24):
@@ -38,7 +38,7 @@ def test_repeated_decode_never_retraces_and_never_moves_a_pool():
 
 
 def test_a_given_away_cache_cannot_be_used_again():
-    cache = ModelCache.empty(CFG, 32, 2)
+    cache = ModelCache.empty(CFG, 64, 4)
     steps.decode(running.parameters(CFG), cache, decode_step(0), CFG)
     with pytest.raises(RuntimeError, match="deleted|donated"):
         np.asarray(cache.pages)
@@ -77,13 +77,13 @@ def test_commit_moves_lengths_and_nothing_else():
 
 
 def test_verify_leaves_the_committed_length_and_returns_every_row():
-    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 32, 2)
-    step = make_step([Chunk(1, [1, 2, 3], 0, list(range(8)))], CFG, rows=4, pages=running.PAGES)
+    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 64, 4)
+    step = make_step([Chunk(1, [1, 2, 3], 0, list(range(8)))], CFG, rows=18, seqs=2, pages=running.PAGES)
     logits, cache = steps.verify(params, cache, step, CFG)
-    assert logits.shape == (4, CFG.vocab_size) and logits.dtype == np.float32
-    assert cache.length.tolist() == [0, 0]
-    cache = steps.commit(cache, step, np.array([3], np.int32))
-    assert cache.length.tolist() == [0, 3]
+    assert logits.shape == (18, CFG.vocab_size) and logits.dtype == np.float32
+    assert cache.length.tolist() == [0, 0, 0, 0]
+    cache = steps.commit(cache, step, np.array([3, 5], np.int32))
+    assert cache.length.tolist() == [0, 3, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_verify_leaves_the_committed_length_and_returns_every_row():
         ({"tokens": [96]}, r"token id 96 is outside 0\.\.95"),
         ({"tokens": [-1]}, r"token id -1 is outside 0\.\.95"),
         ({"tokens": [1.5]}, "float64"),
-        ({"start": -1}, r"positions -1\.\."),
+        ({"start": -1}, r"start=-1 must not be negative"),
         ({"start": 128}, r"positions 128\.\.128 exceed max_position_embeddings=128"),
         ({"start": 8}, "block table of 1 pages is too short, 9 tokens need 2 pages of 8"),
         ({"slot": 9}, "outside the cache"),
@@ -123,10 +123,10 @@ def test_slots_are_distinct_and_buckets_large_enough():
 
 def test_an_empty_step_runs_and_writes_nothing():
     """All rows padding, no sequence: lengths all zero, no NaN (B31)."""
-    cache = jax.tree.map(jax.numpy.asarray, running.poisoned(ModelCache.empty(CFG, 32, 2)))
+    cache = jax.tree.map(jax.numpy.asarray, running.poisoned(ModelCache.empty(CFG, 64, 4)))
     step = make_step([], CFG, rows=1, seqs=1, pages=running.PAGES)
     logits, after = steps.decode(running.parameters(CFG), cache, step, CFG)
-    assert np.isfinite(logits).all() and after.length.tolist() == [77, 77]
+    assert np.isfinite(logits).all() and after.length.tolist() == [77] * 4
     for pool in (after.pages, after.ring):
         assert (np.asarray(pool) == running.POISON_BYTE).all()
     assert np.isnan(after.state).all()
