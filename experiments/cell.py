@@ -183,9 +183,11 @@ def _measure(cell: Cell, trained: TrainResult, corpus: Corpus, tools: Tools) -> 
     if cfg.kv_source_layer_ids:
         off = _quality(predict, trained.params, held_out, cfg, with_curve=True, use_global=False)
         result["global_off"] = off
-        # Under top-k the entries left out get no attention, so a dense pass tells what the selection would have held.
+        # Under top-k the entries left out get no attention, so a dense pass tells what the selection would have held,
+        # and what recall the entries allow whatever is selected.
         dense = evaluate(predict, trained.params, held_out.recall, dense=True)
         result["coverage"] = coverage_summary(dense.coverage)
+        result["all_entries"] = {"recall": _recall(dense, cfg).as_json()}
     if effort.unrounded:
         raw = _predictor(cfg.replace(qat=False), settings.rows, tools.model)
         result["unrounded"] = _quality(raw, trained.params, held_out, cfg, with_curve=False)

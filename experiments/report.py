@@ -23,6 +23,7 @@ TABLE = {
     "decode ms": ("decode_ms", 1, 2),
 }
 COURSE = {
+    "top-k from step": ("switch_step", 1, 0),
     "solved at step": ("solved_at_step", 1, 0),
     "solved after s": ("solved_after_seconds", 1, 0),
     "training s": ("train_seconds", 1, 0),
@@ -33,6 +34,7 @@ COURSE = {
 INSIDE = {
     "coverage mean %": ("coverage_mean", 100, 1),
     "coverage max %": ("coverage_max", 100, 1),
+    "all entries: far %": ("all_far", 100, 1),
     "global off: near %": ("off_near", 100, 1),
     "global off: far %": ("off_far", 100, 1),
     "global off: bits/byte": ("off_bits", 1, 3),
@@ -100,7 +102,8 @@ def _table_section(rows: Sequence[Row], plan: Mapping[str, Any], chance: float) 
     )
     solved = (
         "Solved: the first probe with near and far recall of 95 % or more; a dash where at least one seed never got "
-        "there. Seconds are of optimiser steps alone, without compilation."
+        "there. Seconds are of optimiser steps alone, without compilation. Top-k from step: until then training "
+        "attends all entries; a dash where a seed never changed over: its model first meets top-k in evaluation."
     )
     text += _answers(rows)
     return ["## Cost and saving", _in_short(rows), text, _table(rows, TABLE), solved, _table(rows, COURSE)]
@@ -154,9 +157,10 @@ def _range(found: Spread | None, factor: float, digits: int) -> str:
 def _inside_section(rows: Sequence[Row]) -> list[str]:
     text = (
         "Coverage: the share of a layer's global attention that the selected entries hold when all entries are "
-        "attended; mean and maximum over layers, since one layer may carry the task. Global off: the same weights with "
-        "the global branch switched off; near recall falls too, because a model that has the branch does not leave "
-        "near pairs to its window. Unrounded: keys and values in float32 instead of the cached formats."
+        "attended; mean and maximum over layers, since one layer may carry the task. All entries: far recall in that "
+        "mode, which tells the cost of pooling from that of selecting. Global off: the same weights with the global "
+        "branch switched off; near recall falls too, because a model that has the branch does not leave near pairs to "
+        "its window. Unrounded: keys and values in float32 instead of the cached formats."
     )
     return ["## Inside the models", text, _table([row for row in rows if row["encoder"] is not None], INSIDE)]
 
@@ -200,6 +204,8 @@ def _limits(plan: Mapping[str, Any]) -> str:
         f"- The ratio alone: with a context of {context} and m = 4 there are {context // 4} entries, of which the "
         f"top-k of {topk} takes {4 * topk / context:.0%} at the end of a row, against {topk / context:.0%} at m = 1. "
         "Ratio and selection strength move together unless k falls with the ratio.",
+        f"- What longer training would give: all models stop after {plan['settings'][MAIN]['steps']} steps. A schedule "
+        "that forms recall later has had fewer steps with top-k selection, or none.",
         "- Alignment to groups of four: aligned and split are told apart for groups of two. At m = 4 an aligned pair "
         "still lies in one group, but so do half of the split ones.",
         "- The published model's ability to bind neighbouring tokens: a learned token shift at the embedding, which is "

@@ -88,6 +88,7 @@ def test_rows_hold_every_measure(tmp_path):
     assert {"aligned", "split"} == set(control["recall"]["by_both"]["far"])
     assert "global_off" not in control and "coverage" not in control, "window only has no global branch"
     assert other["coverage"]["max"] == other["coverage"]["mean"] == 0.5
+    assert other["all_entries"]["recall"]["overall"]["asked"] == other["recall"]["overall"]["asked"]
     assert other["global_off"]["bits_per_byte"] != other["bits_per_byte"]
     assert [probe["step"] for probe in other["probes"]] == [2, 4, 6]
     assert other["steps"] == 6 and other["train_seconds"] > 0 and other["solved_at_step"] is None

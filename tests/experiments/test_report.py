@@ -48,6 +48,7 @@ def test_the_tables_hold_medians_and_ranges_of_the_rows():
     assert cost[1:4] == ["100.0", "99.0", "98.0"] and cost[6:8] == ["2.610", "52.50"]
     assert table_line(text, "(2,1)", "## Spread over seeds")[2] == "97.0 to 99.0"
     assert table_line(text, "(2,1)", "## Spread over seeds")[-1] == "99.0, 98.0, 97.0"
+    assert table_line(text, "(4,4)", "## Inside")[3] == "86.0"
     assert "Answers asked of each model: near 1,000, mid 1,000, far 1,000." in text
     assert "- (4,4) stores 25% of the global bytes of (1,1); far recall -13.0 points" in text
 
@@ -55,7 +56,7 @@ def test_the_tables_hold_medians_and_ranges_of_the_rows():
 def test_a_figure_that_one_seed_lacks_is_a_dash_and_no_number():
     found = rows()
     found[2] = {**found[2], "solved_at_step": None}
-    assert table_line(rendered(found), "(2,1)", "solved at step")[1] == "-"
+    assert table_line(rendered(found), "(2,1)", "solved at step |")[2] == "-"
 
 
 def test_one_seed_has_no_spread():
