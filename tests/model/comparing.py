@@ -135,20 +135,19 @@ def split_codes(fmt: KVFormat, width: int, rows: np.ndarray) -> tuple[np.ndarray
 def unrounded(cfg, params, run, kind: str, layer: int) -> np.ndarray:
     """What a run packed: float32[rows, D] of window rows by position or of entries, from its attention input.
 
-    Uses the model's own projections, but one position or group at a time and none of the cache code.
+    Uses the model's own projections and norms, but the oracle's pooling and rotation and none of the cache code.
     """
     attn, role = steps.bind(params, cfg).layers[layer].attn, layer_roles(cfg)[layer]
     cos, sin = (np.asarray(params["freqs"][role.rope][part]) for part in ("cos", "sin"))
     x = run.stack(layer, "attn_in")
     if kind == "window":
-        return np.stack([attn.window_latent(row, (cos[p], sin[p])) for p, row in enumerate(x)])
-    out = []
-    for first in range(0, len(x) - len(x) % role.ratio, role.ratio):
-        group, rope = x[first : first + role.ratio], (cos[first], sin[first])
-        if role.ratio == 1:
-            latent = attn.compressor.wkv(group)[0]
-        else:
-            latent = pool_group(attn.compressor.wkv.f32(group), attn.compressor.wgate.f32(group))
-        latent = attn.compressor.norm(latent)
-        out.append(attn.indexer.key(latent, rope) if kind == "index" else rotate(latent, *rope))
-    return np.stack(out)
+        return np.asarray(attn.window_latent(x, (cos[: len(x)], sin[: len(x)])))
+    first = np.arange(0, len(x) - len(x) % role.ratio, role.ratio)
+    kv = np.asarray(attn.compressor.wkv.f32(x))
+    if role.ratio > 1:
+        gate = np.asarray(attn.compressor.wgate.f32(x))
+        kv = np.stack([pool_group(kv[f : f + role.ratio], gate[f : f + role.ratio]) for f in first])
+    latent = attn.compressor.norm(kv)
+    if kind == "index":
+        return np.asarray(attn.indexer.key(latent, (cos[first], sin[first])))
+    return np.stack([rotate(row, cos[f], sin[f]) for row, f in zip(np.asarray(latent), first, strict=True)])

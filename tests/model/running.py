@@ -117,7 +117,7 @@ class Session:
         total = sum(len(tokens) for tokens in work.values())
         rows = rows or next(b for b in ROW_BUCKETS if b >= total)
         chunks = [self.chunk(slot, tokens, pages) for slot, tokens in work.items()]
-        step = make_step(chunks, self.cfg, rows=rows, seqs=seqs or len(work), pages=pages)
+        step = make_step(chunks, self.cfg, rows=rows, seqs=seqs or (1 if len(work) == 1 else 4), pages=pages)
         logits, self.cache, captures = steps.trace_step(self.params, self.cache, step, self.cfg)
         captures = jax.device_get(captures)
         logits, row = np.asarray(logits), 0

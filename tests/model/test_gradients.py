@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dsflash_jax import steps
-from dsflash_jax.numerics.formats import FORMAT_NAMES, get_format, straight_through
 from tests.model import running
 
 LENGTH = 12
@@ -125,19 +124,10 @@ def test_rounding_passes_gradients_straight_through(params):
         assert names and all((grads[name] != 0).any() and np.isfinite(grads[name]).all() for name in names), part
 
 
-def test_the_rule_is_the_identity():
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 32)), jnp.float32)
-    seed = jnp.asarray(np.random.default_rng(2).normal(size=(3, 32)), jnp.float32)
-    for name in FORMAT_NAMES:
-        fmt = get_format(name)
-        value, pull = jax.vjp(lambda v, fmt=fmt: straight_through(fmt, v), x)
-        assert np.array_equal(value, fmt.fake_quant(x)) and np.array_equal(pull(seed)[0], seed)
-
-
 def test_gradients_through_rounding_equal_the_unrounded_ones_at_equal_values():
     """With formats that change no value, rounding on and off give the same gradients."""
     exact = {"window_format": "fp32", "main_format": "fp32", "index_format": "fp32"}
-    on, off = running.shallow(qat=True, **exact), running.shallow(**exact)
+    on, off = running.single(qat=True, **exact), running.single(**exact)
     params = running.parameters(off)
     grads = []
     for cfg in (on, off):
@@ -148,9 +138,9 @@ def test_gradients_through_rounding_equal_the_unrounded_ones_at_equal_values():
 
 
 def test_own_and_served_targets_differ_only_where_layers_share_a_selection():
-    """Layer 3 of `tiny` reuses layer 2's selection, so the mean of both is another target than layer 2's own."""
+    """A second layer reuses the first's selection, so the mean of both is another target than the first's own."""
     forward = jax.jit(steps.forward, static_argnums=2, static_argnames="indexer_target")
-    cfg = running.tiny()
+    cfg = running.single(num_hidden_layers=2, compress_ratios=(2, 2))
     params = running.parameters(cfg)
     served, own = (forward(params, tokens(), cfg, indexer_target=target) for target in ("served", "own"))
     assert np.array_equal(served.logits, own.logits) and float(served.indexer_kl) != float(own.indexer_kl)

@@ -135,14 +135,13 @@ def test_a_ring_holds_the_window_and_the_drafts_only():
     assert layout.state_owners == tuple(r.layer for r in layer_roles(cfg) if r.owns_kv and r.ratio > 1)
 
 
-def test_stored_rows_are_what_queries_read_in_the_call_that_wrote_them():
+def test_stored_rows_are_what_queries_read_in_the_call_that_wrote_them(params):
     """B58: prefill [8] and [4, 4] agree, so token 5 reads entry 1 rounded in both; unrounded it would differ."""
-    cfg = running.shallow()
-    params, tokens = running.parameters(cfg), running.prompt(8, 3)
-    whole, parts = (run_chunks(cfg, params, tokens, sizes, row_bucket=16) for sizes in ([8], [4, 4]))
-    assert_same_run((cfg, params), outcome(whole), outcome(parts))
-    x = unrounded(cfg, params, whole.runs[0], "main", OWNER)
-    member = cache_layout(cfg).member(OWNER, "main")
+    tokens = running.prompt(8, 3)
+    whole, parts = (chunked(params, tokens, sizes) for sizes in ([8], [4, 4]))
+    assert_same_run((CFG, params), outcome(whole), outcome(parts))
+    x = unrounded(CFG, params, whole.runs[0], "main", OWNER)
+    member = cache_layout(CFG).member(OWNER, "main")
     stored = np.asarray(member.format.unpack(whole.stored(0)["main", OWNER], member.width))
     assert np.abs(stored - x).max() > 0.01, "rounding is visible at this scale"
 

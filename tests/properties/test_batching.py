@@ -11,7 +11,7 @@ from tests.model.comparing import Tally, assert_same_run
 from tests.model.running import PAGES, Session, poisoned, run_chunks
 
 # Window rows unrounded: they leave the ring during a run, so one that rounded the other way would go unseen at its end.
-CFG = running.tiny(window_format="fp32")
+CFG = running.shallow(window_format="fp32")
 LENGTH = 40
 SLOTS = 4
 
@@ -145,17 +145,15 @@ def test_garbage_beside_a_short_table_is_never_read(params, alone, poison):
     assert_same_run((CFG, params), alone[0], (session.runs[0], session.stored(0)))
 
 
-def test_an_arena_may_be_larger_and_its_pages_wider():
+def test_an_arena_may_be_larger_and_its_pages_wider(params, alone):
     """Other groups share the arena: pages beyond the group's bytes, more pages than tables name, none of it touched."""
-    cfg = running.shallow()
-    params, tokens, page = running.parameters(cfg), running.prompt(LENGTH, 0), cache_layout(cfg).page_bytes
-    whole = run_chunks(cfg, params, tokens, [16, 16, 8])
+    tokens, page = running.prompt(LENGTH, 0), cache_layout(CFG).page_bytes
     tables = {0: [90 - 5 * i for i in range(PAGES)]}
     arena = {"tables": tables, "num_pages": 100, "page_bytes": page + 37, "poison": True}
-    parts = run_chunks(cfg, params, tokens, [7, 16, 1, 16], row_bucket=16, **arena)
-    assert_same_run((cfg, params), (whole.runs[0], whole.stored(0)), (parts.runs[0], parts.stored(0)))
+    parts = run_chunks(CFG, params, tokens, [7, 16, 1, 16], row_bucket=16, **arena)
+    assert_same_run((CFG, params), alone[0], (parts.runs[0], parts.stored(0)))
     assert (np.asarray(parts.cache.pages)[:, page:] == running.POISON_BYTE).all()
-    others = [p for p in range(100) if p not in tables[0][: -(-LENGTH // cfg.page_size)]]
+    others = [p for p in range(100) if p not in tables[0][: -(-LENGTH // CFG.page_size)]]
     assert (np.asarray(parts.cache.pages)[others] == running.POISON_BYTE).all()
 
 

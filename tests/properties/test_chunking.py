@@ -9,7 +9,7 @@ from tests.model.comparing import Tally, assert_same_run
 from tests.model.running import run_chunks
 
 # Window rows unrounded: they leave the ring during a run, so one that rounded the other way would go unseen at its end.
-CFG = running.tiny(window_format="fp32")
+CFG = running.shallow(window_format="fp32")
 LENGTH = 40
 
 

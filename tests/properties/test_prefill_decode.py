@@ -11,6 +11,8 @@ from tests.model.comparing import Tally, assert_close_logits, assert_same_run, c
 from tests.model.running import Session, run_chunks
 
 CFG = running.tiny()
+# Half the layers, window rows unrounded: for tests that compare more positions than the ring holds.
+UNROUNDED = running.shallow(window_format="fp32")
 LONGEST = 3 * CFG.sliding_window + 3
 
 
@@ -54,32 +56,32 @@ def test_prefill_equals_every_split_at_length(seed):
 @pytest.mark.smoke
 def test_the_served_steps_equal_the_traced_ones():
     """`prefill` and `decode` keep no scores and may read only the candidate pool's keys; `trace_step` scores all."""
-    params, tokens = running.parameters(CFG), running.prompt(LONGEST + 30, 3)
+    params, tokens = running.parameters(UNROUNDED), running.prompt(LONGEST + 30, 3)
     for first in (1, 2, LONGEST):
-        traced, served = run_chunks(CFG, params, tokens, [first]), Session(CFG, params)
-        cache = ModelCache.empty(CFG, served.num_pages, 4)
+        traced, served = run_chunks(UNROUNDED, params, tokens, [first], row_bucket=16), Session(UNROUNDED, params)
+        cache = ModelCache.empty(UNROUNDED, served.num_pages, 4)
         sizes = [first] + [1] * (len(tokens) - first)
         at = 0
         for size in sizes:
             chunk = served.chunk(0, tokens[at : at + size])
-            step = make_step([chunk], CFG, rows=1 if size == 1 else 16, pages=running.PAGES)
+            step = make_step([chunk], UNROUNDED, rows=1 if at else 16, pages=running.PAGES)
             call = steps.decode if at else steps.prefill
-            logits, cache = call(params, cache, step, CFG)
+            logits, cache = call(params, cache, step, UNROUNDED)
             if at:
                 traced.feed({0: tokens[at : at + 1]})
             assert_close_logits([traced.runs[0].logits[-1]], np.asarray(logits))
             served.runs[0].tokens += tokens[at : at + size]
             at += size
-        stored = running.stored_rows(CFG, cache, 0, served.tables[0], at)
-        assert count_flips(CFG, traced.stored(0), stored, None) == 0
+        stored = running.stored_rows(UNROUNDED, cache, 0, served.tables[0], at)
+        assert count_flips(UNROUNDED, traced.stored(0), stored, None) == 0
         assert cache.length.tolist() == [at, 0, 0, 0]
 
 
 def test_a_last_token_of_the_context_can_be_decoded():
     """Position max_position_embeddings - 1 has a RoPE row and a page; the next one is refused on the host (B28)."""
-    params, tokens = running.parameters(CFG), running.prompt(128, 5)
-    parts = run_chunks(CFG, params, tokens, [63, 64, 1])
-    whole = run_chunks(CFG, params, tokens, [64, 64])
-    assert_same_run((CFG, params), (whole.runs[0], whole.stored(0)), (parts.runs[0], parts.stored(0)))
+    params, tokens = running.parameters(UNROUNDED), running.prompt(128, 5)
+    parts = run_chunks(UNROUNDED, params, tokens, [63, 64, 1])
+    whole = run_chunks(UNROUNDED, params, tokens, [64, 64])
+    assert_same_run((UNROUNDED, params), (whole.runs[0], whole.stored(0)), (parts.runs[0], parts.stored(0)))
     with pytest.raises(ValueError, match="max_position_embeddings=128"):
-        make_step([parts.chunk(0, [1])], CFG)
+        make_step([parts.chunk(0, [1])], UNROUNDED)
