@@ -44,9 +44,13 @@ def test_a_given_away_cache_cannot_be_used_again():
         np.asarray(cache.pages)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("rows", "seqs"), [(1, 1), pytest.param(4, 4, marks=pytest.mark.slow), pytest.param(64, 4, marks=pytest.mark.slow)]
+    ("rows", "seqs"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.smoke),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        pytest.param(64, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiled_step_updates_every_pool_in_place(rows, seqs):
     """Pools of many megabytes beside a step of a few kilobytes: the compiler reuses them and needs no such scratch."""
