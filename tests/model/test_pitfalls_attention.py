@@ -9,10 +9,12 @@ import pytest
 
 from dsflash_jax import steps
 from dsflash_jax.batch import make_step
+from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.layer import StepContext, attention_step
 from dsflash_jax.modules.step_index import make_tiles
+from dsflash_jax.ops.rows import write_bytes
 from dsflash_jax.roles import layer_roles
 from dsflash_jax.types import Published
 from tests.model import running
@@ -194,6 +196,20 @@ def test_the_output_is_rotated_back(window_layer):
     heads = np.repeat(latent[:, None], cfg.num_attention_heads, axis=1)
     zero = (jnp.ones((1, cfg.qk_rope_head_dim // 2)), jnp.zeros((1, cfg.qk_rope_head_dim // 2)))
     np.testing.assert_allclose(out, attn.output(jnp.asarray(heads), zero), rtol=0, atol=1e-5)
+
+
+def test_a_long_chunk_writes_each_ring_row_once(window_layer, monkeypatch):
+    """B102: sixteen rows for a ring of ten; the order of duplicate scatter targets is undefined."""
+    cfg, params, layer = window_layer
+    targets = []
+
+    def recording(arena, page, offset, rows):
+        targets.append([(p, o) for p, o in zip(page.tolist(), offset.tolist(), strict=True) if p >= 0])
+        return write_bytes(arena, page, offset, rows)
+
+    monkeypatch.setattr("dsflash_jax.modules.layer.write_bytes", recording)
+    attention_of(layer, params, np.ones((16, cfg.hidden_size), np.float32))
+    assert len(targets) == 1 and len(targets[0]) == len(set(targets[0])) == cache_layout(cfg).ring_rows
 
 
 def test_shifting_all_positions_changes_nothing(window_layer):

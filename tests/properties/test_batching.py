@@ -1,5 +1,7 @@
 """Who shares a step, where pages lie, what a slot held before and how wide the buckets are never matter."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,19 +18,11 @@ LENGTH = 40
 SLOTS = 4
 
 
-@pytest.fixture(scope="module")
-def params():
-    return running.parameters(CFG)
-
-
-@pytest.fixture(scope="module")
-def alone(params):
-    """Each prompt processed by itself in one chunk: (run, stored rows)."""
-    out = []
-    for seed in range(SLOTS):
-        session = run_chunks(CFG, params, running.prompt(LENGTH, seed), [LENGTH])
-        out.append((session.runs[0], session.stored(0)))
-    return out
+@functools.cache
+def alone(seed):
+    """The prompt of that seed processed by itself in one chunk: (run, stored rows)."""
+    session = run_chunks(CFG, running.parameters(CFG), running.prompt(LENGTH, seed), [LENGTH])
+    return session.runs[0], session.stored(0)
 
 
 ONE_STEP = st.tuples(st.permutations(range(SLOTS)), st.tuples(*[st.sampled_from([1, 0, 2, 5, 11, 16])] * SLOTS))
@@ -54,9 +48,13 @@ def schedules(draw):
     return out
 
 
-def run_schedule(params, schedule, *, order=range(SLOTS), **options):
+def new_session(**options):
+    return Session(CFG, running.parameters(CFG), slots=SLOTS, **options)
+
+
+def run_schedule(schedule, *, order=range(SLOTS), **options):
     """The session after the schedule; prompt `seed` is in slot order[seed]."""
-    session, at = Session(CFG, params, slots=SLOTS, **options), dict.fromkeys(range(SLOTS), 0)
+    session, at = new_session(**options), dict.fromkeys(range(SLOTS), 0)
     prompts = [running.prompt(LENGTH, seed) for seed in range(SLOTS)]
     for step in schedule:
         work = {order[seed]: prompts[seed][at[seed] : at[seed] + size] for seed, size in step.items()}
@@ -65,56 +63,61 @@ def run_schedule(params, schedule, *, order=range(SLOTS), **options):
     return session
 
 
-def assert_each_as_alone(params, alone, session, order=range(SLOTS)):
+def assert_same_as_alone(session, slot=0, seed=0, tally=None):
+    model = CFG, running.parameters(CFG)
+    assert_same_run(model, alone(seed), (session.runs[slot], session.stored(slot)), tally)
+
+
+def assert_each_as_alone(session, order=range(SLOTS)):
     tally = Tally()
     for seed, slot in enumerate(order):
-        assert_same_run((CFG, params), alone[seed], (session.runs[slot], session.stored(slot)), tally)
+        assert_same_as_alone(session, slot, seed, tally)
     tally.check()
 
 
 @pytest.mark.smoke
 @settings(max_examples=15)
 @given(schedule=schedules())
-def test_batch_partners_never_change_a_selection(params, alone, schedule):
+def test_batch_partners_never_change_a_selection(schedule):
     """Also B08 (rows of A alone and packed), B36 (indices from the sequence's own entry 0), B09 (one start each)."""
-    assert_each_as_alone(params, alone, run_schedule(params, schedule))
+    assert_each_as_alone(run_schedule(schedule))
 
 
 @settings(max_examples=10)
 @given(schedule=schedules(), pages=st.permutations(range(SLOTS * PAGES)), order=st.permutations(range(SLOTS)))
-def test_pages_and_slots_may_lie_anywhere(params, alone, schedule, pages, order):
+def test_pages_and_slots_may_lie_anywhere(schedule, pages, order):
     """B43: values and scales come back through shuffled block tables, by attention and by indexer."""
     tables = {slot: pages[slot * PAGES : (slot + 1) * PAGES] for slot in range(SLOTS)}
-    assert_each_as_alone(params, alone, run_schedule(params, schedule, tables=tables, order=order, poison=True), order)
+    assert_each_as_alone(run_schedule(schedule, tables=tables, order=order, poison=True), order)
 
 
 @settings(max_examples=10)
 @given(schedule=schedules(), before=st.lists(st.integers(1, 16), min_size=1, max_size=3), poison=st.booleans())
-def test_what_a_slot_held_before_never_matters(params, alone, schedule, before, poison):
+def test_what_a_slot_held_before_never_matters(schedule, before, poison):
     """B11: the earlier sequence ends anywhere, also inside a group; its rows stay, or are replaced by garbage."""
-    session = Session(CFG, params, slots=SLOTS)
+    session = new_session()
     for size in before:
         session.feed({slot: running.prompt(size, 50 + slot)[: 16 // SLOTS] for slot in range(SLOTS)}, rows=16)
     if poison:
         session.cache = poisoned(session.cache)
-    fresh = run_schedule(params, [], tables=session.tables)
+    fresh = new_session(tables=session.tables)
     fresh.cache = session.cache
     prompts, at = [running.prompt(LENGTH, seed) for seed in range(SLOTS)], [0] * SLOTS
     for step in schedule:
         fresh.feed({s: prompts[s][at[s] : at[s] + size] for s, size in step.items()}, rows=16, seqs=SLOTS)
         at = [at[s] + step.get(s, 0) for s in range(SLOTS)]
-    assert_each_as_alone(params, alone, fresh)
+    assert_each_as_alone(fresh)
 
 
 @pytest.mark.smoke
-def test_padding_rows_sequences_and_pages_change_nothing(params, alone):
+def test_padding_rows_sequences_and_pages_change_nothing():
     """B06, B07: a bucket larger than needed neither pools padding nor writes anything."""
     tokens = running.prompt(LENGTH, 0)
     for rows, seqs, pages in ((16, 1, PAGES), (16, 4, PAGES), (64, 1, PAGES), (16, 4, 2 * PAGES)):
-        session = Session(CFG, params, poison=True)
+        session = new_session(poison=True)
         for at in range(0, LENGTH, 13):
             session.feed({0: tokens[at : at + 13]}, rows=rows, seqs=seqs, pages=pages)
-        assert_same_run((CFG, params), alone[0], (session.runs[0], session.stored(0)))
+        assert_same_as_alone(session)
         assert_only_own_rows_written(session, 0, LENGTH)
 
 
@@ -136,22 +139,22 @@ def assert_only_own_rows_written(session: Session, slot: int, length: int) -> No
 
 
 @pytest.mark.parametrize("poison", [False, True])
-def test_garbage_beside_a_short_table_is_never_read(params, alone, poison):
+def test_garbage_beside_a_short_table_is_never_read(poison):
     """A table hardly longer than the selection is read whole under a mask; its unwritten rows decode to NaN."""
-    tokens, session = running.prompt(LENGTH, 0), Session(CFG, params, poison=poison)
+    tokens, session = running.prompt(LENGTH, 0), new_session(poison=poison)
     for at in (0, 14):
         session.feed({0: tokens[at : at + 14 + at // 7]}, rows=16, pages=4)
     session.feed({0: tokens[30:]}, rows=16)
-    assert_same_run((CFG, params), alone[0], (session.runs[0], session.stored(0)))
+    assert_same_as_alone(session)
 
 
-def test_an_arena_may_be_larger_and_its_pages_wider(params, alone):
+def test_an_arena_may_be_larger_and_its_pages_wider():
     """Other groups share the arena: pages beyond the group's bytes, more pages than tables name, none of it touched."""
     tokens, page = running.prompt(LENGTH, 0), cache_layout(CFG).page_bytes
     tables = {0: [90 - 5 * i for i in range(PAGES)]}
     arena = {"tables": tables, "num_pages": 100, "page_bytes": page + 37, "poison": True}
-    parts = run_chunks(CFG, params, tokens, [7, 16, 1, 16], row_bucket=16, **arena)
-    assert_same_run((CFG, params), alone[0], (parts.runs[0], parts.stored(0)))
+    parts = run_chunks(CFG, running.parameters(CFG), tokens, [7, 16, 1, 16], row_bucket=16, **arena)
+    assert_same_as_alone(parts)
     assert (np.asarray(parts.cache.pages)[:, page:] == running.POISON_BYTE).all()
     others = [p for p in range(100) if p not in tables[0][: -(-LENGTH // CFG.page_size)]]
     assert (np.asarray(parts.cache.pages)[others] == running.POISON_BYTE).all()

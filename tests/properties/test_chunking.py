@@ -1,5 +1,7 @@
 """However a prompt is cut into chunks, every selection and every stored row is the same."""
 
+import functools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,30 +26,26 @@ def chunkings(draw, length=LENGTH):
     return sizes
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """The prompt of every seed in one chunk."""
-    params = running.parameters(CFG)
-    out = {}
-    for seed in range(3):
-        session = run_chunks(CFG, params, running.prompt(LENGTH, seed), [LENGTH])
-        out[seed] = session.runs[0], session.stored(0)
-    return out
+@functools.cache
+def whole(seed):
+    """The prompt of that seed in one chunk: (run, stored rows)."""
+    session = run_chunks(CFG, running.parameters(CFG), running.prompt(LENGTH, seed), [LENGTH])
+    return session.runs[0], session.stored(0)
 
 
 @pytest.mark.smoke
 @settings(max_examples=25)
 @given(sizes=chunkings(), seed=st.integers(0, 2))
-def test_chunking_never_changes_a_selection(whole, sizes, seed):
+def test_chunking_never_changes_a_selection(sizes, seed):
     parts = run_chunks(CFG, running.parameters(CFG), running.prompt(LENGTH, seed), sizes)
     tally = Tally()
-    assert_same_run((CFG, running.parameters(CFG)), whole[seed], (parts.runs[0], parts.stored(0)), tally)
+    assert_same_run((CFG, running.parameters(CFG)), whole(seed), (parts.runs[0], parts.stored(0)), tally)
     tally.check()
 
 
 @settings(max_examples=10)
 @given(sizes=chunkings(), seed=st.integers(0, 2))
-def test_garbage_in_unwritten_rows_is_never_read(whole, sizes, seed):
+def test_garbage_in_unwritten_rows_is_never_read(sizes, seed):
     """Every byte that the sequence has not written decodes to NaN."""
     parts = run_chunks(CFG, running.parameters(CFG), running.prompt(LENGTH, seed), sizes, poison=True)
-    assert_same_run((CFG, running.parameters(CFG)), whole[seed], (parts.runs[0], parts.stored(0)))
+    assert_same_run((CFG, running.parameters(CFG)), whole(seed), (parts.runs[0], parts.stored(0)))
