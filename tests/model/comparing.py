@@ -8,6 +8,7 @@ at most 1 in 1,000 of all codes compared. Anything else fails.
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from dsflash_jax import steps
@@ -112,11 +113,14 @@ def _flips_of(key, fmt: KVFormat, width: int, rows: np.ndarray, theirs: np.ndarr
     assert apart.max() <= 1, f"{key}: codes differ by {apart.max()} steps"
     x = np.asarray(inputs(*key), np.float32)[-len(rows) :]
     margin = BOUNDARY * np.repeat(np.abs(x.reshape(len(x), -1, fmt.group or width)).max(axis=-1), fmt.group or width, 1)
-    moved = [split_codes(fmt, width, np.asarray(fmt.pack(values)))[0] for values in (x - margin, x, x + margin)]
+    moved = [split_codes(fmt, width, np.asarray(_pack(fmt, values)))[0] for values in (x - margin, x, x + margin)]
     reachable = (yours >= np.minimum.reduce(moved)) & (yours <= np.maximum.reduce(moved))
     bad = np.argwhere(~reachable)[:4].tolist()
     assert not bad, f"{key}: a code differs although its input is no rounding boundary, at {bad}"
     return int(apart.sum())
+
+
+_pack = jax.jit(lambda fmt, x: fmt.pack(x), static_argnums=0)
 
 
 def split_codes(fmt: KVFormat, width: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +145,7 @@ def unrounded(cfg, params, run, kind: str, layer: int) -> np.ndarray:
     cos, sin = (np.asarray(params["freqs"][role.rope][part]) for part in ("cos", "sin"))
     x = run.stack(layer, "attn_in")
     if kind == "window":
-        return np.asarray(attn.window_latent(x, (cos[: len(x)], sin[: len(x)])))
+        return np.asarray(jax.jit(attn.window_latent)(x, (cos[: len(x)], sin[: len(x)])))
     first = np.arange(0, len(x) - len(x) % role.ratio, role.ratio)
     kv = np.asarray(attn.compressor.wkv.f32(x))
     if role.ratio > 1:
@@ -149,5 +153,5 @@ def unrounded(cfg, params, run, kind: str, layer: int) -> np.ndarray:
         kv = np.stack([pool_group(kv[f : f + role.ratio], gate[f : f + role.ratio]) for f in first])
     latent = attn.compressor.norm(kv)
     if kind == "index":
-        return np.asarray(attn.indexer.key(latent, (cos[first], sin[first])))
+        return np.asarray(jax.jit(attn.indexer.key)(latent, (cos[first], sin[first])))
     return np.stack([rotate(row, cos[f], sin[f]) for row, f in zip(np.asarray(latent), first, strict=True)])

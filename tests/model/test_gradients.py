@@ -10,7 +10,7 @@ from tests.model import running
 
 LENGTH = 12
 CFG = running.shallow()
-QAT = running.shallow(qat=True)
+QAT = running.single(qat=True)
 INDEXER = "indexer"
 
 
@@ -115,8 +115,9 @@ def test_the_past_is_not_changed_by_the_future(params):
 
 
 @pytest.mark.smoke
-def test_rounding_passes_gradients_straight_through(params):
+def test_rounding_passes_gradients_straight_through():
     """Rounding has derivative zero almost everywhere; without the rule these would be exactly zero."""
+    params = running.parameters(QAT)
     loss = lambda p: jnp.sum(run(p, params, tokens(), QAT).logits[..., :5] ** 2)  # noqa: E731
     grads = by_name(jax.jit(jax.grad(loss))(trained(params)))
     for part in ("attn.wkv.weight", "attn.kv_norm.weight", "compressor.wkv.weight", "compressor.norm.weight"):
@@ -124,6 +125,7 @@ def test_rounding_passes_gradients_straight_through(params):
         assert names and all((grads[name] != 0).any() and np.isfinite(grads[name]).all() for name in names), part
 
 
+@pytest.mark.slow
 def test_gradients_through_rounding_equal_the_unrounded_ones_at_equal_values():
     """With formats that change no value, rounding on and off give the same gradients."""
     exact = {"window_format": "fp32", "main_format": "fp32", "index_format": "fp32"}

@@ -164,8 +164,8 @@ def test_a_replay_leaves_shared_entries_alone(params):
             assert after[kind, layer][8 // ratio :].any()
 
 
-def attention_of(layer, params, x, positions_from=0):
-    """(module, its output for rows x at consecutive positions, the context) on an empty cache, one window layer."""
+def attention_of(layer, params, x, positions_from=0, compiled=True):
+    """(module, its output for rows x at consecutive positions) on an empty cache, one window layer."""
     cfg = layer.attn.cfg
     session = Session(cfg, params)
     chunk = dataclasses.replace(session.chunk(0, [0] * len(x)), start=positions_from, replay_start=positions_from)
@@ -173,8 +173,9 @@ def attention_of(layer, params, x, positions_from=0):
     model = steps.bind(params, cfg)
     context = StepContext(jax.tree.map(jnp.asarray, step), make_tiles(step, 1), model.freqs.by_name())
     cache = ModelCache.empty(cfg, 64, 4)
-    out, _, _ = attention_step(model.layers[0].attn, jnp.asarray(x), context, cache, Published(None, None))
-    return model.layers[0].attn, np.asarray(out), context
+    attn = model.layers[0].attn
+    run = lambda x, context, cache: attention_step(attn, x, context, cache, Published(None, None))[0]  # noqa: E731
+    return attn, np.asarray((jax.jit(run) if compiled else run)(jnp.asarray(x), context, cache))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_the_output_is_rotated_back(window_layer):
     params = jax.tree.map(lambda v: v, params)
     params["layers"][0]["attn"]["attn_sink"] = jnp.full((cfg.num_attention_heads,), -jnp.inf)
     x = np.random.default_rng(0).normal(size=(1, cfg.hidden_size)).astype(np.float32)
-    attn, out, _ = attention_of(layer, params, x, positions_from=64)
+    attn, out = attention_of(layer, params, x, positions_from=64)
     latent = np.asarray(attn.kv_norm(attn.wkv(x)))
     heads = np.repeat(latent[:, None], cfg.num_attention_heads, axis=1)
     zero = (jnp.ones((1, cfg.qk_rope_head_dim // 2)), jnp.zeros((1, cfg.qk_rope_head_dim // 2)))
@@ -208,7 +209,7 @@ def test_a_long_chunk_writes_each_ring_row_once(window_layer, monkeypatch):
         return write_bytes(arena, page, offset, rows)
 
     monkeypatch.setattr("dsflash_jax.modules.layer.write_bytes", recording)
-    attention_of(layer, params, np.ones((16, cfg.hidden_size), np.float32))
+    attention_of(layer, params, np.ones((16, cfg.hidden_size), np.float32), compiled=False)
     assert len(targets) == 1 and len(targets[0]) == len(set(targets[0])) == cache_layout(cfg).ring_rows
 
 

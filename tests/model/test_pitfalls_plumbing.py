@@ -58,16 +58,12 @@ def test_the_first_sublayer_reads_stream_zero():
 
 
 def test_scratch_bounds_the_peak_memory():
-    """B42: 256 rows against 4,096 entries would need megabytes of scores; the budget keeps the step below one."""
-
-    def temp(scratch):
-        cfg = running.single(compress_ratios=(1,), max_position_embeddings=4096, scratch_bytes=scratch)
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), steps.abstract_params(cfg))
-        step = make_step([Chunk(0, [1], 0, [0])], cfg, rows=256, seqs=1, pages=512)
-        lowered = steps._step.lower(params, ModelCache.abstract(cfg, 512, 1), step, cfg, "last", True)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-    assert temp(64 * 1024) < 1_500_000 < 4_000_000 < temp(32 * 2**20)
+    """B42: 256 rows against 4,096 entries are 4 MiB of scores per head; the budget keeps the whole step far below."""
+    cfg = running.single(compress_ratios=(1,), max_position_embeddings=4096, scratch_bytes=64 * 1024)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), steps.abstract_params(cfg))
+    step = make_step([Chunk(0, [1], 0, [0])], cfg, rows=256, seqs=1, pages=512)
+    lowered = steps._step.lower(params, ModelCache.abstract(cfg, 512, 1), step, cfg, "last", True)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 1_500_000 < 4 * 256 * 4096
 
 
 def test_every_product_names_its_precision():

@@ -41,7 +41,7 @@ def test_prefill_equals_every_split_into_prefill_and_decode():
     assert tally.codes > 180_000
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prefill_equals_every_split_for_other_weights_and_prompts(seed):
     check_every_split(CFG, running.parameters(CFG, seed), seed, LONGEST).check()
 

@@ -103,8 +103,7 @@ def test_rows_picked_from_tables(sizes, k, rows, kind, scratch):
         np.testing.assert_allclose(ours[t], expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("scratch", [1, 2**20])
-@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize(("tile", "scratch"), [(1, 2**20), (4, 1), (4, 2**20)])
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_the_window_band(window, tile, scratch):
     """B49: the query at p sees exactly max(0, p - W + 1) .. p, wherever the tile borders fall."""
