@@ -174,7 +174,8 @@ def sparse_attention(
     rows, seq = rows.reshape(-1, part), jnp.repeat(seq, width // part)
 
     def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-        index, owner = jnp.maximum(tile[0], 0), tile[1]
+        # Padding repeats the tile's first row: another sequence's selection would read unwritten rows of this one.
+        index, owner = jnp.maximum(jnp.where(tile[0] < 0, tile[0][0], tile[0]), 0), tile[1]
         variants = _prefixes(sources)
 
         def run(chosen: Sequence[Source]) -> jax.Array:

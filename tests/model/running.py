@@ -43,8 +43,20 @@ def single(**changes) -> ModelConfig:
     return tiny(**(layers | changes))
 
 
-@functools.lru_cache(maxsize=32)
+# Fields that change neither the shape of a parameter nor its draw.
+_INDIFFERENT = {
+    "window_format": "mxfp8", "main_format": "fp4_e4m3", "index_format": "mxfp4", "qat": False, "num_draft_tokens": 5,
+    "scratch_bytes": 2**25, "index_topk": 4, "sliding_window": 4, "page_size": 8,
+}  # fmt: skip
+
+
 def parameters(cfg: ModelConfig, seed: int = 0):
+    """`_parameters` of `cfg`, shared by configurations that differ only in what leaves parameters alone."""
+    return _parameters(cfg.replace(**_INDIFFERENT), seed)
+
+
+@functools.lru_cache(maxsize=32)
+def _parameters(cfg: ModelConfig, seed: int):
     """Seeded parameters with nothing left at its neutral start: sinks, biases and norm weights all matter.
 
     Sub-layer outputs are small beside the streams, so that one stored code that rounds the other way stays one code:

@@ -46,6 +46,7 @@ def test_forward_without_rounding_is_another_function():
     assert differences(cfg, running.parameters(cfg), 16, (0,)).max() > 10 * FLIPPED_ATOL
 
 
+@pytest.mark.slow
 def test_the_shifted_embedding_crosses_chunk_borders():
     """Lab's token shift: the first row of a chunk needs the token before it."""
     cfg = running.single(qat=True, window_format="fp32", token_shift=True)
@@ -150,6 +151,7 @@ def test_the_indexer_loss_vanishes_where_nothing_is_to_choose():
     assert float(out.indexer_kl) == 0 and out.coverage.shape == (0,)
 
 
+@pytest.mark.slow
 def test_sequences_of_a_batch_do_not_meet():
     cfg = running.shallow()
     params = running.parameters(cfg)

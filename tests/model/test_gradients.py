@@ -139,6 +139,7 @@ def test_gradients_through_rounding_equal_the_unrounded_ones_at_equal_values():
         np.testing.assert_allclose(leaf, grads[1][name], rtol=1e-5, atol=1e-6 * max(np.abs(leaf).max(), 1e-9))
 
 
+@pytest.mark.slow
 def test_own_and_served_targets_differ_only_where_layers_share_a_selection():
     """A second layer reuses the first's selection, so the mean of both is another target than the first's own."""
     forward = jax.jit(steps.forward, static_argnums=2, static_argnames="indexer_target")

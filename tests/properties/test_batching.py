@@ -148,6 +148,17 @@ def test_garbage_beside_a_short_table_is_never_read(poison):
     assert_same_as_alone(session)
 
 
+def test_a_partner_far_ahead_never_pulls_in_garbage():
+    """Padding of a tile must not select for it: here another sequence's entries, unwritten in this one's pages."""
+    tokens, session = [running.prompt(LENGTH, seed) for seed in range(2)], new_session(poison=True)
+    shape = {"rows": 64, "seqs": SLOTS, "pages": 4}
+    session.feed({0: tokens[0][:25]}, **shape)
+    session.feed({0: tokens[0][25:30], 1: tokens[1][:5]}, **shape)
+    for slot in range(2):
+        session.feed({slot: tokens[slot][session.runs[slot].length :]}, rows=64)
+        assert_same_as_alone(session, slot, slot)
+
+
 def test_an_arena_may_be_larger_and_its_pages_wider():
     """Other groups share the arena: pages beyond the group's bytes, more pages than tables name, none of it touched."""
     tokens, page = running.prompt(LENGTH, 0), cache_layout(CFG).page_bytes

@@ -20,6 +20,7 @@ from dsflash_jax.ops.sparse_attention import (
 )
 from tests.oracles.attention import sparse_attention as oracle
 from tests.oracles.attention import window_positions
+from tests.oracles.quant import unpack_row
 
 pytestmark = pytest.mark.smoke
 RNG = np.random.default_rng(2)
@@ -227,14 +228,15 @@ def test_rows_come_back_from_any_page_order(name):
     """B43: position-coded rows with their own scales, written and read through shuffled pages, at odd byte offsets."""
     fmt, rows, width = get_format(name), 12, 32
     values = (np.arange(rows)[:, None] + 1) * normal(rows, width)
-    packed = np.asarray(fmt.pack(jnp.asarray(values, jnp.float32)))
+    packed = np.asarray(jax.jit(fmt.pack)(jnp.asarray(values, jnp.float32)))
     page = np.repeat([5, 0, 3], 4).astype(np.int32)
     offset = np.tile(3 + np.arange(4) * packed.shape[1], 3).astype(np.int32)
     arena = np.full((6, 3 + 4 * packed.shape[1] + 9), 0xFF, np.uint8)
     written = write_bytes(jnp.asarray(arena), page, offset, packed)
     shuffled = RNG.permutation(rows)
-    back = read_rows(written, page[shuffled], offset[shuffled], fmt, width)
-    assert np.array_equal(back, np.asarray(fmt.unpack(packed, width))[shuffled])
+    back = jax.jit(read_rows, static_argnums=(3, 4))(written, page[shuffled], offset[shuffled], fmt, width)
+    expected = np.stack([unpack_row(name, row.tobytes(), width) for row in packed])
+    assert np.array_equal(back, expected[shuffled])
     untouched = np.ones(arena.shape, bool)
     for p, o in zip(page, offset, strict=True):
         untouched[p, o : o + packed.shape[1]] = False
