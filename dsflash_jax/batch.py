@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsflash_jax.cache.accounting import pages_for
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.types import GLOBAL_GROUP, StepInfo
@@ -60,7 +59,7 @@ def make_step(
         raise ValueError(f"slots={slots} must be distinct: one sequence per slot and step.")
     total = sum(len(chunk.tokens) for chunk in chunks)
     widest = max((len(chunk.pages) for chunk in chunks), default=1)
-    longest = pages_for(cache_layout(cfg), cfg.max_position_embeddings)
+    longest = pages_for(cfg, cfg.max_position_embeddings)
     rows, seqs = rows or bucket(total), seqs or bucket(len(chunks))
     pages = pages or min(bucket(widest), max(widest, longest))
     for name, have, need in (("rows", rows, total), ("seqs", seqs, len(chunks)), ("pages", pages, widest)):
@@ -106,7 +105,7 @@ def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
     check_tokens(chunk.tokens, chunk.start, cfg, where)
     _check_facts(chunk, cfg, where)
     end = chunk.start + len(chunk.tokens)
-    have, need = len(chunk.pages), pages_for(cache_layout(cfg), end)
+    have, need = len(chunk.pages), pages_for(cfg, end)
     if have < need and cfg.kv_source_layer_ids:
         short = f"block table of {have} pages is too short"
         raise ValueError(f"{where}: {short}, {end} tokens need {need} pages of {cfg.page_size}.")

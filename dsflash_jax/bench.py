@@ -24,8 +24,7 @@ from dsflash_jax import steps
 from dsflash_jax.analysis.cost import time_decode
 from dsflash_jax.analysis.roofline import Rates, limits, step_work
 from dsflash_jax.batch import Chunk, make_step
-from dsflash_jax.cache.accounting import pages_for
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.peer import Peer, load_peer
@@ -115,7 +114,7 @@ def _session(params: steps.Params, cfg: ModelConfig, tokens: int) -> Session:
     Block tables grow with the sequence, as a user's do, but are as wide as the context from the start for a prompt of
     several chunks, which would else compile a step for each width.
     """
-    pages = pages_for(cache_layout(cfg), cfg.max_position_embeddings)
+    pages = pages_for(cfg, cfg.max_position_embeddings)
     table = pages if tokens > PREFILL_CHUNK else None
     return Session(params, cfg, num_pages=pages, prefill_rows=PREFILL_CHUNK, table_pages=table)
 

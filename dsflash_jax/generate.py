@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from dsflash_jax.batch import bucket, check_token_ids
-from dsflash_jax.cache.accounting import pages_for
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.sampling import Sampling, check_logits, check_seed, sample
 from dsflash_jax.session import PREFILL_ROWS, Session
@@ -57,7 +56,7 @@ def check_request(prompt: Sequence[int], max_new_tokens: int, seed: int, prefill
 def _run(
     params: Params, cfg: ModelConfig, prompt: list[int], new: int, sampling: Sampling, seed: int, prefill_rows: int
 ) -> Iterator[int]:
-    num_pages = bucket(pages_for(cache_layout(cfg), len(prompt) + new))
+    num_pages = bucket(pages_for(cfg, len(prompt) + new))
     session = Session(params, cfg, num_pages=num_pages, prefill_rows=prefill_rows, table_pages=num_pages)
     key, top_k = jax.random.key(seed), min(sampling.top_k, cfg.vocab_size)
     tokens = prompt

@@ -12,8 +12,7 @@ import numpy as np
 
 from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, bucket, check_tokens, make_step
-from dsflash_jax.cache.accounting import pages_for
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
 from dsflash_jax.config import ModelConfig
@@ -164,7 +163,7 @@ class Session:
         return {name: [int(token) for token in tokens] for name, tokens in work.items()}
 
     def _pages(self, tokens: int) -> int:
-        return pages_for(cache_layout(self.cfg), tokens)
+        return pages_for(self.cfg, tokens)
 
     def _plan(self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]]) -> Planned:
         """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part."""

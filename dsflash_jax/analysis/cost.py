@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from dsflash_jax.batch import bucket
-from dsflash_jax.cache.accounting import pages_for
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
 from dsflash_jax.config import ModelConfig
@@ -59,7 +58,7 @@ def decode_seconds(
     timed = len(tokens) - context - warmup
     if context < 1 or timed < 1:
         raise ValueError(f"context={context} of {len(tokens)} tokens leaves none to time after warmup={warmup}.")
-    num_pages = bucket(pages_for(cache_layout(cfg), len(tokens)))
+    num_pages = bucket(pages_for(cfg, len(tokens)))
     session = Session(params, cfg, num_pages=num_pages, table_pages=num_pages)
     times, logits = time_decode(session, _SEQUENCE, tokens)
     if not np.isfinite(np.asarray(logits)).all():
