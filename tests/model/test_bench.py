@@ -11,7 +11,7 @@ from tests.model import running
 
 CFG = running.single(token_shift=True)  # as the shipped lab configurations: every chunk needs the token before it
 RATES = Rates(flops=1e11, nbytes=1e10)
-PLAN = bench.Plan(context=64, prefill=(8, 16), decode=(8, 40), peer_decode=(8,), decode_steps=3)
+PLAN = bench.Plan(context=64, prefill=(16,), decode=(16, 40), peer_decode=(16,), decode_steps=3)
 ROW = {"phase", "tokens", "first_call_s", "best_ms", "median_ms", "tokens_per_s"}
 BOUNDS = {"gflops", "gbytes_per_s", "flop_bound_ms", "byte_bound_ms", "times_bound", "limited_by"}
 
@@ -47,7 +47,7 @@ class StandIn:
 def test_every_row_has_its_bounds_and_the_report_its_context(machine):
     report = bench.run_bench(plan=PLAN)
     assert [(row["phase"], row["tokens"]) for row in report["rows"]] == [
-        ("prefill", 8), ("prefill", 16), ("decode", 8), ("decode", 40),
+        ("prefill", 16), ("decode", 16), ("decode", 40),
     ]  # fmt: skip
     assert all(set(row) == ROW | BOUNDS and row["best_ms"] > 0 for row in report["rows"])
     assert {row["limited_by"] for row in report["rows"]} <= {"matrix products", "memory reads", "overhead"}
@@ -78,8 +78,8 @@ def test_a_peer_is_given_the_same_tokens(machine, monkeypatch):
     monkeypatch.setattr(bench, "load_peer", lambda *_: peer)
     report = bench.run_bench(peer="stand-in", plan=PLAN)
     tokens = bench.random_tokens(CFG, 64)
-    assert peer.prefilled == [tokens[:8]] * 3 + [tokens[:16]] * 3
-    assert peer.decoded == [(tokens[:8], tokens[8:12])]
+    assert peer.prefilled == [tokens[:16]] * 3
+    assert peer.decoded == [(tokens[:16], tokens[16:20])]
     rows = {row["phase"]: row for row in report["rows"]}
     assert rows["prefill (stand-in)"]["best_ms"] == 500
     assert (rows["decode (stand-in)"]["first_call_s"], rows["decode (stand-in)"]["best_ms"]) == (9.0, 250)

@@ -101,7 +101,7 @@ def test_a_top_k_beyond_the_vocabulary_keeps_every_token(params):
     assert tokens(params, sampling=huge) == tokens(params, sampling=every)
 
 
-def test_generation_needs_neither_training_nor_its_checkpoint_library():
-    program = "import sys, dsflash_jax.generate as g\n"
-    program += "assert not [m for m in sys.modules if m.startswith(('orbax', 'optax', 'dsflash_jax.training'))]"
+def test_generation_does_not_load_training():
+    program = "import sys, dsflash_jax.generate\n"
+    program += "assert not [m for m in sys.modules if m.startswith('dsflash_jax.training')]"
     subprocess.run([sys.executable, "-c", program], cwd=CONFIGS.parent, check=True, timeout=120)
