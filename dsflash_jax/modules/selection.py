@@ -75,7 +75,8 @@ def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
     table_row = step.block_tables[GLOBAL_GROUP][seq]
     member = cache_layout(cfg).member(role.kv_source, "index")
     blocks = None if pool is None else pool[row]
-    if blocks is not None and not keep_scores and rows.shape[0] * blocks.shape[1] * cfg.candidate_block_size < width:
+    pool_entries = 0 if pool is None else rows.shape[0] * pool.shape[1] * cfg.candidate_block_size
+    if 0 < pool_entries < width and not keep_scores and not cfg.stale_index_keys:
         return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
     scores = _table_scores(q, weights, pages, table_row, member, cfg)
     if cfg.stale_index_keys:
