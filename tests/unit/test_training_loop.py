@@ -41,7 +41,7 @@ def init(cfg, seed):
     }
 
 
-def forward(params, tokens, cfg, *, dense, use_global, indexer_target):
+def forward(params, tokens, cfg, *, dense, use_global, indexer_target="served"):
     """Mixes a token with its past: the last two tokens, and (with the global branch) the mean of all before."""
     x = params["embed"]["weight"][tokens]
     counts = params["freqs"]["position"][: tokens.shape[1], None] + 1.0
