@@ -43,7 +43,7 @@ def results_block(folder: Path, where: str) -> str:
     )
     notes = [_wrapped(note) for note in (*dagger_note(rows).split("\n\n"), _larger(others))]
     parts = [
-        _wrapped(opening), table(rows, _columns(rows), _names(rows)), _wrapped(_reading(plan)), *notes, *figures,
+        _wrapped(opening), table(rows, _columns(rows), _names(rows)), _wrapped(_reading(plan, rows)), *notes, *figures,
         _wrapped(_limits(plan)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -57,6 +57,8 @@ def _made(plan: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     machine, sessions = manifest["machine"], manifest["sessions"]
     seconds = [session.get("elapsed_seconds") for session in sessions]
     took = f", {sum(seconds) / 60:.0f} minutes" if all(seconds) else ""
+    changed = any(session["git"] and session["git"]["modified"] for session in sessions)
+    took += ", made from a modified tree" if changed else ""
     return (
         f"{sessions[-1]['started'][:10]}, `dsflash run compress-ratio{option}`, **{seeds}**, {machine['cores']} cores "
         f"({machine['processor']}), JAX {manifest['versions']['jax']}{took}"
@@ -74,13 +76,15 @@ def _names(rows: Sequence[Row]) -> dict[str, str]:
     return {name: f"{name}, the published pair" if name == PUBLISHED else name for name in by_schedule(rows)}
 
 
-def _reading(plan: Mapping[str, Any]) -> str:
+def _reading(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
     several = len(plan["seeds"]) > 1
     shares = "Shares are over the answers of all seeds" if several else "One seed"
+    entries = "All entries: far recall of the same models when nothing is left out by the selection. "
     return (
         f"{shares}; in brackets the 95 % interval over answers, which does not hold what another training would give. "
-        "All entries: far recall of the same models when nothing is left out by the selection. Bytes are measured on "
-        "allocated caches: the slope per token, and whole sequences with the fixed part (windows, compressor state)."
+        + (entries if any(pooled([row], "all_far") for row in rows) else "")
+        + "Bytes are measured on allocated caches: the slope per token, and whole sequences with the fixed part "
+        "(windows, compressor state)."
     )
 
 

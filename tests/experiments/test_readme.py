@@ -57,6 +57,14 @@ def test_a_run_that_did_not_learn_gives_no_table(tmp_path):
     assert "**not learned**" in flat(block) and "nothing to cite" in flat(block) and "|" not in block
 
 
+def test_a_modified_tree_is_told(tmp_path):
+    folder = evidence(tmp_path / "run", rows())
+    manifest = made_up.manifest()
+    manifest["sessions"][0]["git"]["modified"] = True
+    write_json(folder / "manifest.json", manifest)
+    assert "made from a modified tree" in flat(readme.results_block(folder, "results/run"))
+
+
 def test_only_the_part_between_the_marks_changes(tmp_path):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN}\nstale\n{readme.END}\nbehind\n")
