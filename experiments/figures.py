@@ -119,19 +119,22 @@ def _recall_panel(axis: Axes, runs: Sequence[Row], chance: float) -> dict[str, o
     if all(row.get("global_off") for row in runs):
         off = [row["global_off"]["recall_by_lag"] for row in runs]
         curves.append(("global branch off, all pairs", "all", GREY, "-.", "", off))
-    for number, (text, side, colour, dash, marker, found) in enumerate(curves):
+    for (text, side, colour, dash, marker, found), beside in zip(curves, (-1, 1, 0), strict=False):
         lags, shares, each = _curve([curve[side] for curve in found])
         if not lags:
             continue
+        gap = beside * SEED_GAP * lags[-1] / 120  # equal curves stay visible side by side; the same at any context
         handles[text] = axis.errorbar(
-            lags, [100 * share.value for share in shares], yerr=_bars(shares, 100) if marker else None, color=colour,
-            linestyle=dash, linewidth=1.6, marker=marker or None, markersize=3.2, elinewidth=1.1, label=text,
+            [lag + gap / 2 for lag in lags], [100 * share.value for share in shares],
+            yerr=_bars(shares, 100) if marker else None, color=colour, linestyle=dash, linewidth=1.5,
+            marker=marker or None, markersize=3, elinewidth=1.1, label=text,
         )
         if len(found) > 1 and marker:
-            gap = SEED_GAP * lags[-1] / 120  # the same on paper at any context
-            beside = [lag + (gap if number else -gap) for lag in lags]
             for values in each:
-                axis.plot(beside, values, ".", color=colour, markersize=4, alpha=0.6, markeredgewidth=0)
+                axis.plot(
+                    [lag + 2 * gap for lag in lags], values, ".", color=colour, markersize=4, alpha=0.6,
+                    markeredgewidth=0,
+                )
     axis.set_ylim(-3, TOP)
     axis.set_xlim(0, runs[0]["recall_by_lag"]["all"]["lag_to"][-1])
     axis.set_yticks(range(0, 101, 25))
