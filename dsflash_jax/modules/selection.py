@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsflash_jax.cache.addressing import entry_address, member_address, unpack_member
 from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.step_index import Tiles
@@ -104,9 +105,7 @@ def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig
     chunk = max(1, min(num_pages, cfg.scratch_bytes // per_page))
 
     def one(chunk_pages: jax.Array) -> jax.Array:
-        packed = read_bytes(pages, chunk_pages, jnp.full_like(chunk_pages, member.offset), member.nbytes)
-        packed = packed.reshape(-1, member.row_bytes)
-        keys = member.format.unpack(packed, member.width)
+        keys = unpack_member(member, read_bytes(pages, *member_address(member, chunk_pages)))
         return index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
 
     if chunk == num_pages:
@@ -121,7 +120,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
     """Top-k among the entries of the candidate blocks only; reads just those keys."""
     entries = block_entries(blocks, cfg.candidate_block_size)
     entries = jnp.where(entries < visible[:, None], entries, -1)
-    page, offset = member.address(jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
+    page, offset = entry_address(member, jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
     keys = read_rows(pages, page, offset, member.format, member.width)
     scores = index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
     picked = select_topk(jnp.where(entries >= 0, scores, -jnp.inf), cfg.index_topk)
