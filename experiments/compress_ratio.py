@@ -6,6 +6,7 @@ Matched models that differ in `compress_ratios` alone, each trained from the sam
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,12 +15,14 @@ from typing import Any
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.roles import layer_roles
 from dsflash_jax.shipped import config_path
-from dsflash_jax.training.corpus import python_corpus
+from dsflash_jax.training.corpus import Corpus, python_corpus
+from dsflash_jax.training.data import row_constants
+from dsflash_jax.training.devices import data_mesh
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import VALUE_TOKENS
 from experiments import figures, report
-from experiments.artifacts import open_folder, write_manifest, write_rows, write_text
-from experiments.cell import Cell, Effort, Progress, Tools, run_cell
+from experiments.artifacts import note_time, open_folder, write_manifest, write_rows, write_text
+from experiments.cell import Cell, Effort, Progress, Tools, recall_batches, run_cell
 from experiments.gate import NOT_A_RESULT, Gate, judge
 from experiments.rows import EQUAL_SHARE, LARGE, MAIN
 
@@ -106,24 +109,38 @@ def run(
     """Runs the study and returns its folder; see `experiments.registry.Study.run`.
 
     A full run continues where it was interrupted: in `out`, or else in the newest unfinished folder of the same plan.
+    Raises ValueError, having written nothing, for devices that do not divide a batch and settings that do not fit.
     """
+    begun = time.perf_counter()
     budget = budget or BUDGETS[mode]
     planned = list(cells(budget, *(ModelConfig.from_json(config_path(name)) for name in ("lab", "lab_large"))))
     corpus = corpus_of()
+    _refuse_what_cannot_run(planned, corpus)
     status = NOT_A_RESULT if mode == "quick" else None
     plan = _plan(mode, budget, planned, corpus.summary(), status)
     folder = open_folder(out, Path("results") / STUDY, plan, resume=mode == "full")
     facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
-    facts |= {"config_sha256": {cell.name: cell.cfg.sha256() for cell in planned}}
-    manifest = write_manifest(folder, facts | ({"status": status} if status else {}))
+    facts |= {"config_sha256": {cell.name: cell.cfg.sha256() for cell in planned}, "row_constants": row_constants()}
+    write_manifest(folder, facts | ({"status": status} if status else {}))
     rows = []
     for done, cell in enumerate(planned):
         progress(STUDY, done, len(planned))
         rows.append(run_cell(cell, folder / "cells" / cell.name, corpus, progress, status or "", tools))
+        note_time(folder, time.perf_counter() - begun)
     gate = judge(rows, budget.seeds, is_check=mode == "quick")
+    manifest = note_time(folder, time.perf_counter() - begun, finished=True)
     write_result(folder, plan, manifest, rows, gate)
     progress(STUDY, len(planned), len(planned), gate=gate.status)
     return folder
+
+
+def _refuse_what_cannot_run(planned: list[Cell], corpus: Corpus) -> None:
+    """Raises ValueError for what training or evaluation would refuse later, when files would already be written."""
+    for cell in planned:
+        data_mesh(cell.settings.rows)
+        cell.settings.mix(cell.cfg)
+    for cell in {cell.labels["group"]: cell for cell in planned}.values():
+        recall_batches(cell, corpus)
 
 
 def write_result(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Gate) -> None:
