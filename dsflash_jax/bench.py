@@ -135,8 +135,7 @@ def _decode_row(
 ) -> dict[str, Any]:
     session = _session(params, cfg, len(prompt))
     session.append({_SEQUENCE: prompt})
-    times, _ = time_decode(session, _SEQUENCE, following)
-    first, *seconds = [sum(each) for each in times]  # the host's part belongs to a user's loop
+    (first, *seconds), _ = time_decode(session, _SEQUENCE, following, with_host=True)
     row = _row("decode", len(prompt), first, seconds, 1 / min(seconds))
     return row | limits(min(seconds), step_work(cfg, 1, len(prompt)), rates)
 

@@ -57,17 +57,19 @@ def test_every_row_has_its_bounds_and_the_report_its_context(machine):
 def test_decoding_follows_a_real_prefill_of_random_tokens(machine, monkeypatch):
     seen = {}
 
-    def watched(session, sequence, following):
+    def watched(session, sequence, following, with_host):
         seen["before"], seen["following"] = session.tokens(sequence), list(following)
         pages = session.pool.pages(sequence)
         seen["written"] = [bool(np.asarray(session.cache.pages)[page].any()) for page in pages]
-        return time_decode(session, sequence, following)
+        seen["with_host"] = with_host
+        return time_decode(session, sequence, following, with_host=with_host)
 
     time_decode = bench.time_decode
     monkeypatch.setattr(bench, "time_decode", watched)
     tokens = bench.random_tokens(CFG, 64)
     cfg = CFG.replace(max_position_embeddings=64)
     bench._decode_row(steps.init_params(cfg), cfg, tokens[:40], tokens[40:44], RATES)
+    assert seen["with_host"], "a user's loop builds its steps"
     assert seen["before"] == tuple(tokens[:40]) and seen["following"] == tokens[40:44]
     assert seen["written"] == [True] * 5, "the pages of the prompt are still empty"
     assert len(set(tokens)) > 20, "one token over and over would read the same experts"

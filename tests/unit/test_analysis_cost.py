@@ -49,15 +49,16 @@ def test_decode_is_timed_behind_the_context_and_the_warm_up():
         decode_seconds(broken, TINY, range(1, 21), context=10, warmup=4)
 
 
-def test_the_timed_steps_are_the_decode_steps_of_the_sequence():
+@pytest.mark.parametrize("with_host", [True, False])
+def test_the_timed_steps_are_the_decode_steps_of_the_sequence(with_host):
     """Timing changes nothing: the last logits are those of the whole prompt, and every token is known."""
     shifted = running.single(token_shift=True)
     params = steps.init_params(shifted, 0)
     sizes = {"num_pages": 4, "table_pages": 4, "prefill_rows": 4}
     timed, plain = Session(params, shifted, **sizes), Session(params, shifted, **sizes)
     timed.append({"a": [7, 3, 9]})
-    times, logits = time_decode(timed, "a", [4, 8, 2])
-    assert len(times) == 3 and min(min(each) for each in times) > 0
+    seconds, logits = time_decode(timed, "a", [4, 8, 2], with_host=with_host)
+    assert len(seconds) == 3 and min(seconds) > 0
     assert timed.tokens("a") == (7, 3, 9, 4, 8, 2)
     # One code of a cache that rounds the other way moves a logit by up to 1e-3; another token moves it by far more.
     assert jnp.abs(logits - plain.append({"a": [7, 3, 9, 4, 8, 2]})).max() < 1e-3
