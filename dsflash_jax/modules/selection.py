@@ -15,6 +15,7 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
 from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
+from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
 from dsflash_jax.ops.rows import read_bytes, read_rows
 from dsflash_jax.ops.topk import select_topk
 from dsflash_jax.roles import LayerRole, kv_owners
@@ -86,16 +87,21 @@ def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
     pool_entries = 0 if pool is None else rows.shape[0] * pool.shape[1] * cfg.candidate_block_size
     if 0 < pool_entries < width and not keep_scores and not cfg.stale_index_keys:
         return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
-    scores = _table_scores(q, weights, pages, table_row, member, cfg)
-    if cfg.stale_index_keys:
-        scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
-    scores = mask_invisible(scores, visible)
-    if blocks is not None:
-        scores = jnp.where(block_mask(blocks, width, cfg.candidate_block_size), scores, -jnp.inf)
-    candidates = None
-    if role.builds_candidates:
-        candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-    return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    def run(entries: int):
+        scores = _table_scores(q, weights, pages, table_row[: entries // member.rows_per_page], member, cfg)
+        if cfg.stale_index_keys:
+            scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
+        scores = mask_invisible(scores, visible)
+        if blocks is not None:
+            scores = jnp.where(block_mask(blocks, entries, cfg.candidate_block_size), scores, -jnp.inf)
+        candidates = None
+        if role.builds_candidates:
+            candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
+        return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    sizes = [width] if keep_scores else prefix_sizes(width, member.rows_per_page)
+    return run_prefix(jnp.max(visible), sizes, run)
 
 
 def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:

@@ -39,7 +39,10 @@ def check_experts(x, weights, experts, matrices, limit):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 8), (3, 2, 4), (9, 3, 5), (17, 1, 2), (70, 2, 4), (150, 4, 4), (400, 2, 3)])
+SHAPES = [(1, 1, 1), (1, 2, 8), (3, 2, 4), (9, 3, 5), (17, 1, 2), (70, 2, 4), (150, 4, 4), (400, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_routed_experts(shape):
     """Pairs alone (decode) and blocks of 8 to 128 rows, ragged last blocks, every expert chosen and some not at all."""
     rows, k, count = shape
