@@ -126,7 +126,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
     """Top-k among the entries of the candidate blocks only; reads just those keys."""
     entries = block_entries(blocks, cfg.candidate_block_size)
     entries = jnp.where(entries < visible[:, None], entries, -1)
-    page, offset = entry_address(member, jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
+    page, offset = entry_address(member, table_row[None], 0, entries)
     keys = read_rows(pages, page, offset, member.format, member.width)
     scores = index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
     picked = select_topk(jnp.where(entries >= 0, scores, -jnp.inf), cfg.index_topk)
