@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,9 +84,10 @@ def test_each_layer_kind_has_its_table():
         np.testing.assert_allclose(tables[name]["sin"], sin, atol=TABLE_ATOL)
 
 
-def test_parameters_hold_the_tables_bit_for_bit():
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_parameters_hold_the_tables_bit_for_bit(call):
     cfg = running.tiny()
-    held = steps.init_params(cfg)["freqs"]
+    held = call(lambda: steps.init_params(cfg)["freqs"])()
     for name, table in model_tables(cfg).items():
         for part, values in table.items():
             assert held[name][part].dtype == values.dtype == np.float32
