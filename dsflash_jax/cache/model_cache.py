@@ -23,7 +23,7 @@ class ModelCache:
     pages: jax.Array  # uint8[num_pages, page_bytes]
     ring: jax.Array  # uint8[num_slots, ring_bytes]
     state: jax.Array  # float32[num_slots, pooled owners, state_rows, 2 * head_dim], keyed by position % state_rows
-    length: jax.Array  # int32[num_slots] committed tokens
+    length: jax.Array  # int32[num_slots] committed tokens: kept for callers, a step reads its StepInfo only
 
     @classmethod
     def abstract(cls, cfg: ModelConfig, num_pages: int, num_slots: int, page_bytes: int | None = None) -> ModelCache:

@@ -1,6 +1,8 @@
 """The import directions of the design, read from the sources: owners below never know their users above."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +126,16 @@ def test_oracles_know_neither_the_package_nor_jax():
 def test_the_sources_are_really_read():
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert {"cli", "config", "roles"} <= {path.stem for path in files}
+
+
+# Needed by host code (engine, store, command line), which must start without JAX. Direct imports alone do not show it.
+HOST_MODULES = ("config", "config_io", "roles", "shipped", "cache.layout", "cache.accounting", "cache.pages", "cli")
+
+
+@pytest.mark.parametrize("module", HOST_MODULES)
+def test_host_modules_load_no_jax(module):
+    program = f"import sys, dsflash_jax.{module}\nassert not {{'jax', 'jaxlib', 'flax'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

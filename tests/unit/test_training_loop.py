@@ -147,6 +147,13 @@ def test_selection_stays_dense_while_the_threshold_is_out_of_reach():
     assert all(record.dense for record in metrics) and result.switch_step is None
 
 
+def test_a_switch_after_the_last_step_is_none():
+    metrics, result = drive(SETTINGS.replace(steps=2, dense_until=100.0, average_decay=0.0))
+    assert [record.switch_step for record in metrics] == [2, 2] and result.switch_step == 2
+    metrics, result = drive(SETTINGS.replace(steps=1, dense_until=100.0, average_decay=0.0))
+    assert metrics[-1].switch_step is None and result.switch_step is None
+
+
 def test_another_seed_changes_parameters_and_rows():
     (one, _), (other, _) = drive(SETTINGS.replace(steps=1)), drive(SETTINGS.replace(steps=1, seed=1))
     assert one[0].loss != other[0].loss
