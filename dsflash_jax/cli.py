@@ -182,7 +182,7 @@ def generate(
         top_p: samples among the best tokens that reach this probability; 1 takes all.
         seed: seed of the sampling.
     """
-    from dsflash_jax.generate import stream
+    from dsflash_jax.lab_text import stream
 
     for piece in stream(checkpoint, prompt, tokens, temperature, seed, top_k=top_k, top_p=top_p):
         print(piece, end="", flush=True)

@@ -18,7 +18,11 @@ from dsflash_jax.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelCache:
-    """Device state of all sequences. Steps take one and return one; the old one is donated."""
+    """Device state of all sequences. Steps take one and return one; the old one is donated.
+
+    `length` is bookkeeping for the caller and for what stores or moves a sequence: steps and `commit` write it and no
+    step reads it. Where a step starts, and so which rows it may read, is what its `StepInfo` says.
+    """
 
     pages: jax.Array  # uint8[num_pages, page_bytes]
     ring: jax.Array  # uint8[num_slots, ring_bytes]

@@ -103,9 +103,11 @@ class Transformer(nnx.Module):
     def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
         """Runs the step: (float32 logits, cache).
 
-        `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]. `captures`, when given, receives one
-        dict of intermediate arrays per layer and a final one.
+        `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]; ValueError for anything else.
+        `captures`, when given, receives one dict of intermediate arrays per layer and a final one.
         """
+        if logits not in ("last", "all"):
+            raise ValueError(f'logits={logits!r} must be "last" or "all".')
         before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), step.tokens[:-1]])
         at_start = step.positions == step.start[step.row_to_seq]
         previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)

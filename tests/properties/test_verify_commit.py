@@ -95,9 +95,8 @@ def check_rejections(drafts, reference, poison):
     for start in (6, 9):
         for accepted in range(width + 1):
             spec = Speculator(cfg, poison)
-            spec.verify([min(start, 8)] * SEQS, [min(start, 8)] * SEQS)
-            if start > 8:
-                spec.verify([start - 8] * SEQS, [start - 8] * SEQS)
+            for at in range(0, start, width):
+                spec.verify([min(width, start - at)] * SEQS, [min(width, start - at)] * SEQS)
             # The second sequence accepts another count, so that parities differ inside one step (B92).
             counts = [accepted, width - accepted]
             got = spec.verify([width] * SEQS, counts)
