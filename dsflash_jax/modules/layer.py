@@ -27,7 +27,6 @@ from dsflash_jax.ops.sparse_attention import (
 )
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 
-
 # Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
 # has rows enough to share it.
 DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 8
