@@ -1,7 +1,5 @@
 """Task rows: what is asked, what answers it, and that a step's rows depend on (seed, step) alone."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -134,16 +132,3 @@ def test_a_mix_that_cannot_be_made_is_refused_by_name(change, message):
 def test_text_shorter_than_a_row_is_refused():
     with pytest.raises(ValueError, match="has 10 tokens: a row of context=128 needs 129"):
         make_batch(RECALL, TEXT[:10], seed=0, step=0)
-
-
-def test_rows_are_made_much_faster_than_a_model_trains_on_them():
-    mix = TaskMix(rows=16, context=128, window=16)
-    make_batch(mix, TEXT, 0, 0)
-    fastest = min(_seconds(mix, step) for step in range(20))
-    assert mix.rows * mix.context / fastest > 200_000  # tokens per second, one core
-
-
-def _seconds(mix, step):
-    begin = time.perf_counter()
-    make_batch(mix, TEXT, 0, step)
-    return time.perf_counter() - begin
