@@ -56,8 +56,9 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType({
         effort=Effort(recall_rows=256, text_rows=128, probe_every=100, unrounded=False),
     ),
     "full": Budget(
-        schedules=SCHEDULES, seeds=(0, 1, 2), training=SMALL_TRAINING, effort=Effort(decode_contexts=(128, 1920)),
-        equal_share=(2, 4), large=(None, (2, 1), (4, 4)),
+        # 600 steps leave one seed in three of window only below the gate's 95 % near recall (90.8 % at seed 2).
+        schedules=SCHEDULES, seeds=(0, 1, 2), training=SMALL_TRAINING.replace(steps=800),
+        effort=Effort(decode_contexts=(128, 1920)), equal_share=(2, 4), large=(None, (2, 1), (4, 4)),
     ),
 })
 
