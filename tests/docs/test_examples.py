@@ -1,9 +1,12 @@
 """The Python examples of the documents run as printed, and the two ways to drive the caches agree."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
+
+from tests.model import running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,8 +23,11 @@ def run(document: str) -> dict:
     return names
 
 
-def test_the_readme_session_does_what_the_steps_by_hand_do(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_the_readme_session_does_what_the_steps_by_hand_do(monkeypatch, capsys, tmp_path):
+    """In a folder whose configs/tiny.json has one layer: the words are the documents', the compilation is short."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.json").write_text(json.dumps(running.single().to_dict()))
+    monkeypatch.chdir(tmp_path)
     session, by_hand = run("README.md"), run("docs/cache.md")
     printed = capsys.readouterr().out
     known = session["session"].tokens("a")
