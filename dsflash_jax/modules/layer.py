@@ -25,6 +25,7 @@ from dsflash_jax.ops.sparse_attention import (
     TableSource,
     sparse_attention,
 )
+from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 
 # Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
@@ -55,12 +56,13 @@ def attention_step(
     cache: ModelCache,
     published: Published,
     capture: dict | None = None,
+    role: LayerRole | None = None,
 ) -> tuple[jax.Array, ModelCache, Published]:
-    """Attention of one layer for the rows x [T, d] (after attn_norm).
+    """Attention of one layer for the rows x [T, d] (after attn_norm). `role` replaces the layer's own.
 
     New rows are packed before anything reads them, so a row reads the same in the call that wrote it and later.
     """
-    role, cfg, step = attn.role, attn.cfg, context.step
+    role, cfg, step = role or attn.role, attn.cfg, context.step
     rope = context.rope(role.rope, step.positions)
     q, qr = attn.query(x, rope)
     window, cache = _window(attn, x, rope, context, cache)
