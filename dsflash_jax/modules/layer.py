@@ -122,7 +122,7 @@ def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: 
         latent = attn.compressor.norm(attn.compressor.wkv(x))
     else:
         latent, cache = _pool_groups(attn, x, row, position, context, cache)
-    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (model.md §2.4)
+    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (contract.md, Positions)
     rows = {"main": apply_rope(latent, *rope), "index": attn.indexer.key(latent, rope)}
     seq = step.row_to_seq[row]
     entry = jnp.where(position >= step.write_floor[seq], position // role.ratio, -1)

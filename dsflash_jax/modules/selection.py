@@ -136,7 +136,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
 def _stale_scores(scores, q, weights, positions, start, pages, table_row, role: LayerRole, cfg: ModelConfig):
     """Replaces the scores of decode rows with an open group by those against the last published foreign keys.
 
-    The released code refreshes one shared key slot only when a group completes (golden numerics "Stale index keys").
+    The released code refreshes one shared key slot only when a group completes (see decisions.md).
     """
     width = scores.shape[1]
     undecided = (start > 0) & ((positions + 1) % role.ratio != 0)

@@ -1,4 +1,4 @@
-"""Mixture of experts: gate and routed experts (model.md §7; golden numerics "MoE")."""
+"""Mixture of experts: gate and routed experts (contract.md, Hyper-connections, norms, experts)."""
 
 from __future__ import annotations
 

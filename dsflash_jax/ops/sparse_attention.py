@@ -1,4 +1,7 @@
-"""Attention over rows of several sources, one latent as key and value, one softmax over all (model.md §2.5)."""
+"""Attention over rows of several sources, one latent as key and value, one softmax over all.
+
+Source: report §2.3; contract.md, Attention and selection.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reported defects of streams, addresses, budgets and precision, restated (numbers: the list of scenarios)."""
+"""Reported defects of streams, addresses, budgets and precision, restated (numbers: docs/pitfalls.md)."""
 
 import dataclasses
 
