@@ -95,10 +95,10 @@ def read_config(source: str | pathlib.Path | Mapping[str, Any]) -> ModelConfig:
 def _load(source: str | pathlib.Path | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if isinstance(source, Mapping):
         return "config", source
-    text = pathlib.Path(source).read_text()
+    data = pathlib.Path(source).read_bytes()
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
+        raw = json.loads(data)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{source}: not a JSON file ({error}).") from None
     if not isinstance(raw, Mapping):
         raise ValueError(f"{source}: a config must be a JSON object, not {type(raw).__name__}.")

@@ -232,10 +232,13 @@ def _far_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]], rows: Sequence[
     axis.set_ylim(-4, TOP)
     axis.set_yticks(range(0, 101, 25))
     seeds = len(next(iter(grouped.values())))
-    bars = "bars: 95 % interval" + (", all seeds; dots: each seed" if seeds > 1 else ", one seed")
-    axis.text(0.98, 0.46, bars, transform=axis.transAxes, ha="right", fontsize=7.5)
+    bars = "bars: 95 % interval" + (", all seeds\ndots: each seed" if seeds > 1 else "\none seed")
+    axis.text(0.55, 0.47, bars, transform=axis.transAxes, va="bottom", fontsize=7.5)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper right", bbox_to_anchor=(1, 0.45), fontsize=7.5, frameon=False, handlelength=1)
+        axis.legend(
+            loc="upper left", bbox_to_anchor=(0.525, 0.475), fontsize=7.5, frameon=False, handlelength=1,
+            handletextpad=0.4,
+        )
 
 
 def _bits_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]]) -> None:
@@ -271,6 +274,7 @@ def _point(axis: Axes, runs: Sequence[Row], found: Interval, seeds: Sequence[flo
     axis.annotate(
         _narrow(marked_label(runs)), (x, max(found.high, *seeds)), xytext=(0, 6), textcoords="offset points",
         ha="center", fontsize=8.5, color=colour, linespacing=0.95,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
     )
 
 

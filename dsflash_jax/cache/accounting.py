@@ -14,6 +14,7 @@ from dsflash_jax.config import CACHES, ModelConfig
 from dsflash_jax.roles import layer_roles
 
 POOL_SEQUENCES = 64  # slots of the pool that the report sizes where nobody says another number
+LARGEST = 2**40  # tokens and sequences that `kv_report` accepts: beyond any machine, and every size fits a float
 # One main row of V4: 448 FP8 codes, 64 rotated BF16 values, 8 scale bytes (docs/contract.md). Only its size is
 # compared: no layout here stores it.
 _V4_RECORD_BYTES = 448 + 64 * 2 + 8
@@ -70,11 +71,13 @@ def kv_report(
       formats: formats that replace the configuration's, as {"main": "bf16"}.
       sequences: sequence slots of the pool.
 
-    Raises ValueError for a context or number of sequences below 1, and as `with_formats`.
+    Raises ValueError for a context or number of sequences below 1 or above LARGEST, and as `with_formats`.
     """
     for name, value in (("context", context), ("sequences", sequences)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if value > LARGEST:
+            raise ValueError(f"{name} must be at most 2^40 = {LARGEST:,}.")
     cfg = with_formats(cfg, formats)
     layout = cache_layout(cfg)
     pages = layout.pages_for(context)

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from dsflash_jax.cache.layout import Member
 
 
-def entry_address(member: Member, table_row: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(page, byte offset) of `entry` [..., K] through block-table rows [..., P]; page -1 where there is none."""
-    block = jnp.clip(entry // member.rows_per_page, 0, table_row.shape[-1] - 1)
-    page = jnp.take_along_axis(table_row, block, axis=-1)
-    inside = (entry >= 0) & (entry < table_row.shape[-1] * member.rows_per_page)
+def entry_address(member: Member, tables: jax.Array, seq: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(page, byte offset) of each `entry` of sequence `seq` through block tables [S, P]; page -1 where there is none.
+
+    `seq` broadcasts against `entry`. Only the pages asked for are read: whole table rows per query would be [T, P].
+    """
+    width = tables.shape[-1]
+    page = tables[seq, jnp.clip(entry // member.rows_per_page, 0, width - 1)]
+    inside = (entry >= 0) & (entry < width * member.rows_per_page)
     return jnp.where(inside, page, -1), member.row_offset(jnp.maximum(entry, 0))
 
 

@@ -25,7 +25,12 @@ from dsflash_jax.ops.sparse_attention import (
     TableSource,
     sparse_attention,
 )
+from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
+
+# Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
+# has rows enough to share it.
+DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 8
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +56,13 @@ def attention_step(
     cache: ModelCache,
     published: Published,
     capture: dict | None = None,
+    role: LayerRole | None = None,
 ) -> tuple[jax.Array, ModelCache, Published]:
-    """Attention of one layer for the rows x [T, d] (after attn_norm).
+    """Attention of one layer for the rows x [T, d] (after attn_norm). `role` replaces the layer's own.
 
     New rows are packed before anything reads them, so a row reads the same in the call that wrote it and later.
     """
-    role, cfg, step = attn.role, attn.cfg, context.step
+    role, cfg, step = role or attn.role, attn.cfg, context.step
     rope = context.rope(role.rope, step.positions)
     q, qr = attn.query(x, rope)
     window, cache = _window(attn, x, rope, context, cache)
@@ -116,15 +122,15 @@ def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: 
         latent = attn.compressor.norm(attn.compressor.wkv(x))
     else:
         latent, cache = _pool_groups(attn, x, row, position, context, cache)
-    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (model.md §2.4)
+    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (contract.md, Positions)
     rows = {"main": apply_rope(latent, *rope), "index": attn.indexer.key(latent, rope)}
     seq = step.row_to_seq[row]
     entry = jnp.where(position >= step.write_floor[seq], position // role.ratio, -1)
     pages = cache.pages
     for kind, values in rows.items():
         member = cache_layout(cfg).member(role.layer, kind)
-        page, offset = entry_address(member, step.block_tables[GLOBAL_GROUP][seq], entry[:, None])
-        pages = write_bytes(pages, page[:, 0], offset[:, 0], member.format.pack(values))
+        page, offset = entry_address(member, step.block_tables[GLOBAL_GROUP], seq, entry)
+        pages = write_bytes(pages, page, offset, member.format.pack(values))
     return dataclasses.replace(cache, pages=pages)
 
 
@@ -162,11 +168,10 @@ def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, k
     rows, picks = selection.shape
     table_bytes = 4 * step.num_seqs * entries * member.width
     if rows * picks < step.num_seqs * entries or table_bytes > cfg.scratch_bytes:
-        page, offset = entry_address(member, tables[step.row_to_seq], selection)
+        page, offset = entry_address(member, tables, step.row_to_seq[:, None], selection)
         return RowSource(pages, page, offset, member.format, member.width)
     table = _unpack_tables(tables, pages, member).reshape(step.num_seqs, entries, member.width)
-    # A dense product over the whole table costs about as much per key as 1/8 of a picked key (two CPU cores).
-    dense = context.tiles.rows.shape[1] >= 16 and entries <= 8 * picks
+    dense = context.tiles.rows.shape[1] >= DENSE_TILE_ROWS and entries <= DENSE_KEYS_PER_PICK * picks
     return MaskedTableSource(table, selection, entries) if dense else TableSource(table, selection)
 
 

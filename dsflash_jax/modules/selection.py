@@ -15,6 +15,7 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
 from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
+from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
 from dsflash_jax.ops.rows import read_bytes, read_rows
 from dsflash_jax.ops.topk import select_topk
 from dsflash_jax.roles import LayerRole, kv_owners
@@ -86,16 +87,21 @@ def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
     pool_entries = 0 if pool is None else rows.shape[0] * pool.shape[1] * cfg.candidate_block_size
     if 0 < pool_entries < width and not keep_scores and not cfg.stale_index_keys:
         return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
-    scores = _table_scores(q, weights, pages, table_row, member, cfg)
-    if cfg.stale_index_keys:
-        scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
-    scores = mask_invisible(scores, visible)
-    if blocks is not None:
-        scores = jnp.where(block_mask(blocks, width, cfg.candidate_block_size), scores, -jnp.inf)
-    candidates = None
-    if role.builds_candidates:
-        candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-    return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    def run(entries: int):
+        scores = _table_scores(q, weights, pages, table_row[: entries // member.rows_per_page], member, cfg)
+        if cfg.stale_index_keys:
+            scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
+        scores = mask_invisible(scores, visible)
+        if blocks is not None:
+            scores = jnp.where(block_mask(blocks, entries, cfg.candidate_block_size), scores, -jnp.inf)
+        candidates = None
+        if role.builds_candidates:
+            candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
+        return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    sizes = [width] if keep_scores else prefix_sizes(width, member.rows_per_page)
+    return run_prefix(jnp.max(visible), sizes, run)
 
 
 def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:
@@ -120,7 +126,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
     """Top-k among the entries of the candidate blocks only; reads just those keys."""
     entries = block_entries(blocks, cfg.candidate_block_size)
     entries = jnp.where(entries < visible[:, None], entries, -1)
-    page, offset = entry_address(member, jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
+    page, offset = entry_address(member, table_row[None], 0, entries)
     keys = read_rows(pages, page, offset, member.format, member.width)
     scores = index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
     picked = select_topk(jnp.where(entries >= 0, scores, -jnp.inf), cfg.index_topk)
@@ -130,7 +136,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
 def _stale_scores(scores, q, weights, positions, start, pages, table_row, role: LayerRole, cfg: ModelConfig):
     """Replaces the scores of decode rows with an open group by those against the last published foreign keys.
 
-    The released code refreshes one shared key slot only when a group completes (golden numerics "Stale index keys").
+    The released code refreshes one shared key slot only when a group completes (see decisions.md).
     """
     width = scores.shape[1]
     undecided = (start > 0) & ((positions + 1) % role.ratio != 0)

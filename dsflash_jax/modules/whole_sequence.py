@@ -179,7 +179,7 @@ def _publish_selection(attn: Attention, x: jax.Array, qr: jax.Array, rope: Rope,
 def _indexer_losses(carried: _Carried, flags: Flags, indexer_target: str) -> list[jax.Array]:
     """KL(attention of the served layers || softmax of the index scores) of the latest index source, if there is one.
 
-    Over all visible entries while dense, else over the selected ones (model.md §5.1); window keys take no part.
+    Over all visible entries while dense, else over the selected ones (report §2.3.1); window keys take no part.
     """
     if carried.scores is None or not carried.targets:
         return []

@@ -1,4 +1,4 @@
-"""Index scores and the candidate pool (model.md §2.5 and §3)."""
+"""Index scores and the candidate pool (report §2.3.2; contract.md, Attention and selection)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dsflash_jax.ops.linear import einsum_f32
-from dsflash_jax.ops.topk import select_topk
+from dsflash_jax.ops.topk import canonical, select_topk
 
 
 def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array, score_dtype: str) -> jax.Array:
@@ -50,13 +50,15 @@ def mask_invisible(scores: jax.Array, visible: jax.Array) -> jax.Array:
 def candidate_blocks(scores: jax.Array, visible: jax.Array, block_size: int, topk_blocks: int) -> jax.Array:
     """Best candidate blocks per query: masked scores [B, E] -> block numbers int32[B, topk_blocks], ascending, -1 pad.
 
-    A block's score is its best position; the block of the newest visible entry is pinned and counts among the
-    `topk_blocks`; blocks without a visible position are dropped.
+    A block's score is its best position, NaN counting as -inf; the block of the newest visible entry is pinned and
+    counts among the `topk_blocks`; blocks without a visible position are dropped.
     """
     rows, width = scores.shape
     blocks = -(-width // block_size)
     padded = jnp.pad(scores, ((0, 0), (0, blocks * block_size - width)), constant_values=-jnp.inf)
-    best = jnp.max(padded.reshape(rows, blocks, block_size), axis=-1)
+    best = jnp.max(canonical(padded).reshape(rows, blocks, block_size), axis=-1)
+    # A legal score of +inf ranks behind the pin, whose block would otherwise lose a tie to lower ones.
+    best = jnp.minimum(best, jnp.finfo(best.dtype).max)
     newest = jnp.where(visible > 0, (visible - 1) // block_size, -1)
     best = jnp.where(jnp.arange(blocks) == newest[:, None], jnp.inf, best)
     return select_topk(best, topk_blocks)

@@ -51,12 +51,14 @@ def model_tables(cfg: ModelConfig) -> dict[str, dict[str, np.ndarray]]:
 def table_buffers(cfg: ModelConfig) -> dict[str, dict[str, jax.Array]]:
     """`model_tables` as device arrays, computed only where values are wanted: under `eval_shape` they are shapes.
 
-    A callback keeps the bits of NumPy's cosine, which XLA's differs from, and hides the work from tracing: the released
-    context takes half a gigabyte of tables.
+    Inside a trace a callback keeps the bits of NumPy's cosine, which XLA's differs from, and leaves the work to the
+    run, if there is one: the released context takes half a gigabyte of tables.
     """
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # nothing is being traced
+        return jax.tree.map(jnp.asarray, model_tables(cfg))
     table = jax.ShapeDtypeStruct((cfg.max_position_embeddings, cfg.qk_rope_head_dim // 2), jnp.float32)
     shapes = {name: {"cos": table, "sin": table} for name in ("swa", "compressed")}
-    return jax.tree.map(jnp.asarray, jax.pure_callback(lambda: model_tables(cfg), shapes))
+    return jax.pure_callback(lambda: model_tables(cfg), shapes)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, inverse: bool = False) -> jax.Array:

@@ -25,7 +25,7 @@ from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.modules.transformer import Layer, Transformer, commit_lengths
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.parity.golden import Trace
-from dsflash_jax.parity.replay import Rows, batch_step, replay_with
+from dsflash_jax.parity.replay import Rows, batch_step, page_tables, replay_with
 from dsflash_jax.roles import LayerRole, layer_roles
 from dsflash_jax.types import Published, StepInfo
 
@@ -36,7 +36,7 @@ def replay_layers(trace: Trace) -> dict[str, Any]:
     """All arrays of a golden file as each part of this package computes them from its recorded inputs."""
 
     def run(cache: ModelCache, tokens: np.ndarray, phase: Rows):
-        step = batch_step(trace, tokens, phase.start)
+        step = batch_step(trace, tokens, phase.start, page_tables(trace))
         given = recorded_inputs(trace, phase, step.num_rows)
         logits, cache, captured = forced_step(trace.params, cache, step, given, trace.cfg)
         captured[-1]["logits_all"] = logits
@@ -139,9 +139,8 @@ def _forced_attention(layer: Layer, context: StepContext, cache: ModelCache, pub
     if role.indexes:
         published = Published(given["selection"], given.get("blocks", published.candidates_TxC))
     # The real layer in the role of one that reuses a selection; it still owns and writes what it owns.
-    attn.role = dataclasses.replace(role, indexes=False)
-    out, cache, _ = attention_step(attn, x, context, cache, published, capture)
-    attn.role = role
+    reuse = dataclasses.replace(role, indexes=False)
+    out, cache, _ = attention_step(attn, x, context, cache, published, capture, reuse)
     if role.ratio:
         capture["attended"] = published.selection_TxK
     if role.indexes:

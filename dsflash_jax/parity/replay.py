@@ -1,9 +1,14 @@
-"""Runs a recorded trace through the real step functions and names the results as the golden file does."""
+"""Runs a recorded trace through the real step functions and names the results as the golden file does.
+
+Twice: `replay` through the traced step, which yields every intermediate array, and `replay_served` through `prefill`
+and `decode` as callers use them, which yields logits and caches.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +27,8 @@ from dsflash_jax.roles import layer_roles
 
 # Prompts are padded to at least this many rows, so that cases of one model share a compiled prefill.
 PREFILL_ROWS = 64
+# Tokens per page of the replay whose sequences cross page borders: the recorded ones fit one page of the default size.
+SMALL_PAGE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ def replay(trace: Trace) -> dict[str, Any]:
     """All arrays of a golden file as this package computes them: one prefill of T tokens, then N decode steps."""
 
     def run(cache: ModelCache, tokens: np.ndarray, phase: Rows):
-        step = batch_step(trace, tokens, phase.start)
+        step = batch_step(trace, tokens, phase.start, page_tables(trace))
         logits, cache, captured = steps.trace_step(trace.params, cache, step, trace.cfg)
         captured[-1]["logits_all"] = logits
         return captured, cache
@@ -54,15 +61,43 @@ def replay(trace: Trace) -> dict[str, Any]:
     return replay_with(trace, run)
 
 
+def in_small_pages(trace: Trace) -> Trace:
+    """The trace with pages of SMALL_PAGE tokens, or of the next number that every compress ratio divides."""
+    unit = math.lcm(*(ratio for ratio in trace.cfg.layer_ratios if ratio))
+    return dataclasses.replace(trace, cfg=trace.cfg.replace(page_size=-(-SMALL_PAGE // unit) * unit))
+
+
+def replay_served(trace: Trace, shuffled: bool = False) -> dict[str, Any]:
+    """Golden names -> logits of last rows, output ids and caches, from one `prefill` and N `decode` calls.
+
+    `shuffled`: the pages of all sequences lie in a random order in the pool.
+    """
+    cfg, ids, batch, prompt = trace.cfg, trace.arrays["input_ids"], trace.batch, trace.prompt
+    cache, tables = empty_cache(trace), page_tables(trace, shuffled)
+    logits, cache = steps.prefill(trace.params, cache, batch_step(trace, ids[:, :prompt], 0, tables), cfg)
+    ours = {"prefill/logits_last": np.asarray(logits)[:batch]} | cache_arrays(cfg, cache, tables, prompt, "prefill")
+    decoded = []
+    for at in range(prompt, prompt + trace.decoded):
+        step = batch_step(trace, ids[:, at : at + 1], at, tables)
+        logits, cache = steps.decode(trace.params, cache, step, cfg)
+        decoded.append(np.asarray(logits)[:batch])
+    if decoded:
+        ours["decode/logits"] = np.stack(decoded)
+    for phase, name in (("prefill", "logits_last"), ("decode", "logits")):
+        if f"{phase}/{name}" in ours:
+            ours[f"{phase}/output_ids"] = ours[f"{phase}/{name}"].argmax(-1)
+    return ours | cache_arrays(cfg, cache, tables, prompt + trace.decoded, "final")
+
+
 def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
     """Golden names -> arrays, from a `run` that gives per phase one dict of arrays per layer and a final one."""
-    cfg, ids, cache = trace.cfg, trace.arrays["input_ids"], empty_cache(trace)
+    cfg, ids, cache, tables = trace.cfg, trace.arrays["input_ids"], empty_cache(trace), page_tables(trace)
     phase = Rows(trace.batch, trace.prompt, 0)
     captured, cache = run(cache, ids[:, : trace.prompt], phase)
     ours = _phase_arrays(cfg, captured, phase, "prefill")
     ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
     ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
-    ours |= cache_arrays(cfg, cache, trace.batch, trace.prompt, "prefill")
+    ours |= cache_arrays(cfg, cache, tables, trace.prompt, "prefill")
     decoded: list[dict[str, Any]] = []
     for n in range(trace.decoded):
         phase = Rows(trace.batch, 1, trace.prompt + n)
@@ -71,7 +106,7 @@ def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
         decoded[-1]["decode/logits"] = decoded[-1]["decode/logits_all"][:, 0]
         decoded[-1]["decode/output_ids"] = decoded[-1]["decode/logits"].argmax(-1)
     ours |= {key: stack_padded([arrays[key] for arrays in decoded]) for key in (decoded[0] if decoded else ())}
-    return ours | cache_arrays(cfg, cache, trace.batch, trace.prompt + trace.decoded, "final")
+    return ours | cache_arrays(cfg, cache, tables, trace.prompt + trace.decoded, "final")
 
 
 def _phase_arrays(cfg: ModelConfig, captured: list[dict], phase: Rows, name: str) -> dict[str, Any]:
@@ -92,12 +127,16 @@ def empty_cache(trace: Trace) -> ModelCache:
     return ModelCache.empty(trace.cfg, trace.batch * pages_per_sequence(trace.cfg), trace.batch)
 
 
-def batch_step(trace: Trace, tokens: np.ndarray, start: int):
+def page_tables(trace: Trace, shuffled: bool = False) -> np.ndarray:
+    """int[B, pages per sequence]: the pages of each sequence in order of its tokens."""
+    pages = np.arange(trace.batch * pages_per_sequence(trace.cfg))
+    order = np.random.default_rng(0).permutation(pages) if shuffled else pages
+    return order.reshape(trace.batch, -1)
+
+
+def batch_step(trace: Trace, tokens: np.ndarray, start: int, tables: np.ndarray):
     """The ragged step of tokens [B, n] at `start` for all sequences."""
-    width = pages_per_sequence(trace.cfg)
-    chunks = [
-        Chunk(b, tokens[b].tolist(), start, range(b * width, (b + 1) * width)) for b in range(trace.batch)
-    ]
+    chunks = [Chunk(b, tokens[b].tolist(), start, tables[b].tolist()) for b in range(trace.batch)]
     return make_step(chunks, trace.cfg, rows=bucket(tokens.size, PREFILL_ROWS if start == 0 else 1))
 
 
@@ -159,9 +198,12 @@ def _unpacked(cache: ModelCache, cfg: ModelConfig) -> dict[tuple[int, str], Cach
     return rows
 
 
-def cache_arrays(cfg: ModelConfig, cache: ModelCache, batch: int, length: int, phase: str) -> dict[str, Any]:
-    """Stored rows, unpacked, at the reference's addresses: ring slot = position mod window, entries in order."""
-    layout, state = cache_layout(cfg), np.asarray(cache.state)
+def cache_arrays(cfg: ModelConfig, cache: ModelCache, tables: np.ndarray, length: int, phase: str) -> dict[str, Any]:
+    """Stored rows, unpacked, at the reference's addresses: ring slot = position mod window, entries in order.
+
+    `tables`: pages of each sequence, int[B, n]; sequence b has slot b.
+    """
+    layout, state, batch = cache_layout(cfg), np.asarray(cache.state), len(tables)
     stored = jax.tree.map(np.asarray, _unpacked(cache, cfg))
     last = np.arange(max(0, length - cfg.sliding_window), length)
     out: dict[str, Any] = {}
@@ -178,7 +220,7 @@ def cache_arrays(cfg: ModelConfig, cache: ModelCache, batch: int, length: int, p
             continue
 
         def entries(rows: np.ndarray, count: int = length // role.ratio) -> np.ndarray:
-            return rows.reshape(batch, -1, rows.shape[-1])[:, :count]
+            return rows[tables].reshape(batch, -1, rows.shape[-1])[:, :count]
 
         for kind, name in (("main", "compress_kv_cache"), ("index", "index_k_cache")):
             out[prefix + name] = jax.tree.map(entries, stored[role.layer, kind])

@@ -128,6 +128,7 @@ def test_without_a_global_branch_only_the_fixed_part_is_left():
     ("arguments", "message"),
     [
         ((0,), "context=0 must be a whole number"),
+        ((10**320,), r"context must be at most 2\^40"),
         ((1.5,), "context=1.5 must be a whole number"),
         ((8, None, 0), "sequences=0 must be a whole number"),
         ((8, {"ring": "bf16"}), "names cache 'ring', must be one of main, index, window"),

@@ -106,11 +106,13 @@ def test_ring_keeps_the_window_and_a_rejected_block():
 
 def test_address_goes_through_the_block_table():
     member = cache_layout(TINY).member(2, "index")  # 4 rows of 17 B per page
-    table = np.array([[7, 3, -1]])
-    entries = np.array([[0, 3, 4, 7, 8, 12, -1]])
-    page, offset = entry_address(member, table, entries)
-    assert page.tolist() == [[7, 7, 3, 3, -1, -1, -1]]
-    assert (offset[0, :4] - member.offset).tolist() == [0, 51, 0, 51]
+    tables = np.array([[1, 5, 6], [7, 3, -1]])
+    entries = np.array([0, 3, 4, 7, 8, 12, -1])
+    page, offset = entry_address(member, jnp.asarray(tables), 1, entries)
+    assert page.tolist() == [7, 7, 3, 3, -1, -1, -1]
+    assert (offset[:4] - member.offset).tolist() == [0, 51, 0, 51]
+    each, _ = entry_address(member, jnp.asarray(tables), np.array([[0], [1]]), entries)
+    assert each.tolist() == [[1, 1, 5, 5, 6, -1, -1], page.tolist()]
 
 
 def test_ring_rows_of_consecutive_positions_tile_the_layers_rows():

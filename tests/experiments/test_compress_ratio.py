@@ -153,6 +153,20 @@ def test_a_cell_whose_result_is_gone_is_measured_again_and_not_trained_again(tmp
     assert len(sessions) == 2 and all(session["finished"] and session["elapsed_seconds"] > 0 for session in sessions)
 
 
+def test_results_of_an_older_evaluation_are_not_compared_with_newer_ones(tmp_path):
+    folder = study(tmp_path / "run")
+    (folder / "result.json").unlink()
+    path = folder / "cells" / "enc2-dec1-seed1" / "result.json"
+    old = read_json(path)
+    old["recall"]["by_bucket"]["near"]["asked"] += 1
+    path.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match=r"group 'main' answered different questions \(enc2-dec1-seed1 other ones"):
+        study(folder)
+    assert not (folder / "result.json").exists()
+    path.unlink()
+    assert read_json(study(folder) / "result.json")["rows"][3]["recall"]["by_bucket"]["near"]["asked"] > 0
+
+
 def test_the_manifest_records_the_constants_that_no_settings_hold(tmp_path):
     manifest = read_json(study(tmp_path / "run") / "manifest.json")
     assert manifest["row_constants"]["near_pairs"] == 3

@@ -10,8 +10,15 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.weights.names import released_names
 from tests.oracles import model
+from tests.oracles.attention import ring_slots, window_positions
+from tests.oracles.indexer import candidate_mask
 
-SAME_NAME = ("attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_indices", "gate_weights")
+SAME_NAME = (
+    "attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_indices", "gate_weights", "hc_attn_pre",
+    "hc_attn_post", "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb",
+)  # fmt: skip
+# What pads the last axis of decode steps that have less than the last one.
+PADDING = {"i": -2, "b": False, "f": np.nan}
 
 
 def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: int, batch: int, seed: int) -> None:
@@ -21,10 +28,12 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     freqs = {f"{table}/{part}": a for table, parts in model_tables(cfg).items() for part, a in parts.items()}
     ids = rng.integers(0, cfg.vocab_size, (batch, prompt + decoded)).astype(np.int32)
     runs = [model.run(weights, config, freqs, row) for row in ids]
-    arrays = {"input_ids": ids} | _split("", "logits", [run["logits"] for run in runs], prompt)
+    arrays = {"input_ids": ids} | _split("", "logits_all", [run["logits"] for run in runs], prompt)
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
-    arrays["prefill/logits_all"] = arrays.pop("prefill/logits")
-    arrays["decode/logits"] = arrays["decode/logits"][:, :, 0]
+    arrays["prefill/logits_last"] = arrays["prefill/logits_all"][:, -1]
+    arrays["decode/logits"] = arrays["decode/logits_all"][:, :, 0]
+    for phase, logits in (("prefill", "logits_last"), ("decode", "logits")):
+        arrays[f"{phase}/output_ids"] = arrays[f"{phase}/{logits}"].argmax(-1)
     for layer in range(cfg.num_hidden_layers):
         arrays |= _layer(cfg, layer, [run["layers"][layer] for run in runs], prompt)
     meta = {"T": prompt, "ndec": decoded, "weights": f"{name}.weights.npz", "own_index_keys": True}
@@ -66,19 +75,93 @@ def _layer(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> di
     for name in ("gate_indices", "gate_weights"):
         prefill, decode = out[f"{at}prefill/{name}"], out[f"{at}decode/{name}"]
         out[f"{at}prefill/{name}"], out[f"{at}decode/{name}"] = prefill.reshape(-1, prefill.shape[-1]), decode[:, :, 0]
-    windows = np.stack([record["window_rows"] for record in records])
-    length, window = windows.shape[1], cfg.sliding_window
-    for phase, end in (("prefill", prompt), ("final", length)):
-        ring = np.zeros((len(records), window, cfg.head_dim), np.float32)
-        last = np.arange(max(0, end - window), end)
-        ring[:, last % window] = windows[:, last]
-        out[f"{at}{phase}/window_kv_cache"] = ring
-        if layer in cfg.kv_source_layer_ids:
-            entries = end // cfg.compress_ratios[layer]
-            for name, rows in (("compress_kv_cache", "main_rows"), ("index_k_cache", "index_rows")):
-                out[f"{at}{phase}/{name}"] = np.stack([record[rows][:entries] for record in records])
+    for phase, end in (("prefill", prompt), ("final", len(records[0]["window_rows"]))):
+        out |= {f"{at}{phase}/{key}": value for key, value in _caches(cfg, layer, records, end).items()}
     if layer in cfg.index_source_layer_ids:
-        scores = np.stack([record["index_scores"] for record in records])
-        out[f"{at}prefill/index_score"] = scores[:, :prompt, : prompt // cfg.compress_ratios[layer]]
-        out |= _split(at, "compress_idxs", [record["selections"] for record in records], prompt)
+        out |= _selecting(cfg, layer, records, prompt)
+    return out | _attended(cfg, layer, records, prompt)
+
+
+def _caches(cfg: ModelConfig, layer: int, records: list[dict], end: int) -> dict[str, np.ndarray]:
+    """Rings, entries and the open group's rows after `end` tokens."""
+    windows, window, ratio = np.stack([r["window_rows"] for r in records]), cfg.sliding_window, cfg.layer_ratios[layer]
+    ring, last = np.zeros((len(records), window, cfg.head_dim), np.float32), np.arange(max(0, end - window), end)
+    ring[:, last % window] = windows[:, last]
+    out = {"window_kv_cache": ring}
+    if layer in cfg.kv_source_layer_ids:
+        for name, rows in (("compress_kv_cache", "main_rows"), ("index_k_cache", "index_rows")):
+            out[name] = np.stack([record[rows][: end // ratio] for record in records])
+        if ratio > 1:
+            state = np.full((2, len(records), ratio, cfg.head_dim), -np.inf, np.float32)
+            for b, record in enumerate(records):
+                for position, *rows in record["open_groups"][end - 1]:
+                    state[:, b, position % ratio] = rows
+            out |= {"comp_kv_state": state[0], "comp_score_state": state[1]}
     return out
+
+
+def _selecting(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> dict[str, np.ndarray]:
+    """Scores, selection, margin and candidate masks of an index source, as wide as the entries that exist."""
+    ratio, length = cfg.layer_ratios[layer], len(records[0]["index_scores"])
+    phases = {"prefill": [(slice(0, prompt), prompt // ratio)]}
+    phases["decode"] = [(slice(t, t + 1), (t + 1) // ratio) for t in range(prompt, length)]
+    out = {}
+    for phase, parts in phases.items():
+        found: dict[str, dict[int, np.ndarray]] = {}
+        for step, (rows, entries) in enumerate(parts):
+            one = _selecting_rows(cfg, [record["index_scores"][rows] for record in records], entries, records, rows)
+            for name, values in one.items():
+                found.setdefault(name, {})[step] = values
+        for name, by_step in found.items():
+            key = f"L{layer}/{phase}/{name}"
+            out[key] = by_step[0] if phase == "prefill" else _padded_stack(list(by_step.values()))
+            if phase == "decode" and len(by_step) < len(parts):
+                out[f"{key}@steps"] = np.array(list(by_step))
+    return out
+
+
+def _selecting_rows(cfg: ModelConfig, scores: list, entries: int, records: list[dict], rows: slice) -> dict:
+    """The arrays of some rows of all sequences [B, rows, ...]; nothing without an entry, no margin without a rest."""
+    if not entries:
+        return {}
+    values, k = np.stack(scores)[..., :entries], cfg.index_topk
+    picked = np.stack([record["selections"][rows] for record in records])
+    out = {"index_score": values, "compress_idxs": picked[..., : min(k, entries)]}
+    if entries > k:
+        best = -np.sort(-values, axis=-1)
+        known = np.isfinite(best[..., k - 1]) & np.isfinite(best[..., k])
+        with np.errstate(invalid="ignore"):
+            out["index_gap"] = np.where(known, best[..., k - 1] - best[..., k], np.inf).astype(np.float32)
+    if "candidates" in records[0]:
+        blocks = np.stack([record["candidates"][rows] for record in records])
+        masks = [candidate_mask(row, entries, cfg.candidate_block_size) for row in blocks.reshape(-1, blocks.shape[-1])]
+        out["candidates"] = np.array(masks).reshape(*blocks.shape[:-1], entries)
+    return out
+
+
+def _attended(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> dict[str, np.ndarray]:
+    """The lists given to attention: positions and entries from T on, or ring slots and entries from the window on."""
+    window, ratio, length = cfg.sliding_window, cfg.layer_ratios[layer], len(records[0]["attn_in"])
+    near = np.array([window_positions(t, window)[: min(window, prompt)] for t in range(prompt)])
+    prefill = _with_entries(cfg, records, slice(0, prompt), near, prompt, prompt // ratio if ratio else 0)
+    decode = []
+    for t in range(prompt, length):
+        slots, entries = ring_slots(t, window)[None], (t + 1) // ratio if ratio else 0
+        decode.append(_with_entries(cfg, records, slice(t, t + 1), slots, window, entries))
+    return {f"L{layer}/prefill/topk_idxs": prefill, f"L{layer}/decode/topk_idxs": _padded_stack(decode)}
+
+
+def _with_entries(cfg: ModelConfig, records: list[dict], rows: slice, near: np.ndarray, offset: int, entries: int):
+    """[B, rows, window part + entry part]: int32, entries moved by `offset`, -1 where there is none."""
+    near = np.broadcast_to(near, (len(records), *near.shape))
+    if not entries:
+        return near.astype(np.int32)
+    far = np.stack([record["attended"][rows] for record in records])[..., : min(cfg.index_topk, entries)]
+    return np.concatenate([near, np.where(far >= 0, far + offset, -1)], axis=-1).astype(np.int32)
+
+
+def _padded_stack(parts: list[np.ndarray]) -> np.ndarray:
+    """Decode steps [N, ...], right-padded along the last axis."""
+    width, fill = max(part.shape[-1] for part in parts), PADDING[parts[0].dtype.kind]
+    pads = [[(0, 0)] * (part.ndim - 1) + [(0, width - part.shape[-1])] for part in parts]
+    return np.stack([np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, pads, strict=True)])

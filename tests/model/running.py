@@ -50,17 +50,18 @@ _INDIFFERENT = {
 }  # fmt: skip
 
 
-def parameters(cfg: ModelConfig, seed: int = 0):
+def parameters(cfg: ModelConfig, seed: int = 0, calm: float = CALM):
     """`_parameters` of `cfg`, shared by configurations that differ only in what leaves parameters alone."""
-    return _parameters(cfg.replace(**_INDIFFERENT), seed)
+    return _parameters(cfg.replace(**_INDIFFERENT), seed, calm)
 
 
 @functools.lru_cache(maxsize=32)
-def _parameters(cfg: ModelConfig, seed: int):
+def _parameters(cfg: ModelConfig, seed: int, calm: float):
     """Seeded parameters with nothing left at its neutral start: sinks, biases and norm weights all matter.
 
     Sub-layer outputs are small beside the streams, so that one stored code that rounds the other way stays one code:
-    at these widths it would otherwise move the inputs of later roundings by more than their step.
+    at these widths it would otherwise move the inputs of later roundings by more than their step. An error inside a
+    sub-layer therefore reaches the logits about ten times smaller (`calm`).
     """
     params = steps.init_params(cfg, seed)
     draws = np.random.default_rng(seed)
@@ -74,7 +75,7 @@ def _parameters(cfg: ModelConfig, seed: int):
             return leaf + 0.5 * noise
         if names[-1] == "weight" and leaf.ndim == 1:
             return leaf * (1 + 0.2 * noise)
-        return leaf * CALM if names[-2:] in (["wo_b", "weight"], ["w2", "weight"]) else leaf
+        return leaf * calm if names[-2:] in (["wo_b", "weight"], ["w2", "weight"]) else leaf
 
     return jax.tree_util.tree_map_with_path(disturb, params)
 

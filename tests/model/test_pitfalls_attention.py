@@ -1,4 +1,4 @@
-"""Reported defects of indexer, window and attention, restated for this model (numbers: the list of scenarios)."""
+"""Reported defects of indexer, window and attention, restated for this model (numbers: docs/pitfalls.md)."""
 
 import dataclasses
 
@@ -17,10 +17,14 @@ from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.ops.rows import write_bytes
 from dsflash_jax.roles import layer_roles
 from dsflash_jax.types import Published
+from dsflash_jax.weights.names import to_released
 from tests.model import running
 from tests.model.comparing import assert_close_logits, assert_same_discrete, assert_same_run
 from tests.model.running import PAGES, Session, run_chunks
 from tests.oracles import indexer as oracle
+from tests.oracles import norms, rope
+from tests.oracles.attention import grouped_output
+from tests.oracles.attention import sparse_attention as attend
 
 pytestmark = pytest.mark.smoke
 CFG = running.shallow(window_format="fp32")
@@ -99,8 +103,7 @@ def test_no_selection_leaks_from_an_earlier_call(params):
 
 
 def test_a_consumer_before_any_source_is_refused():
-    """B37: reuse before a source; a value that does not exist cannot be read by accident."""
-    assert Published(None, None).selection_TxK is None
+    """B37: reuse before a source."""
     with pytest.raises(ValueError, match="consumer before its source"):
         running.tiny(compress_ratios=(0, 2, 2, 2, 1, 1))
 
@@ -228,15 +231,76 @@ def test_the_softmax_scale_has_no_yarn_factor():
         assert {layer.attn.scale for layer in layers} == {32**-0.5}
 
 
-def test_queries_of_compressed_layers_use_their_own_table():
-    """U2: everything in a layer with entries turns by theta 160000; a query at theta 10000 would give other logits."""
-    cfg = running.tiny()
-    params, tokens = running.parameters(cfg), running.prompt(16, 0)
-    right = run_chunks(cfg, params, tokens, [16], row_bucket=16).runs[0].logits
-    other = {**params, "freqs": {**params["freqs"], "compressed": params["freqs"]["swa"]}}
-    wrong = run_chunks(cfg, other, tokens, [16], row_bucket=16).runs[0].logits
-    assert np.abs(np.array(right) - np.array(wrong))[4:].max() > 1e-3
-    assert [role.rope for role in layer_roles(cfg)] == ["swa"] * 2 + ["compressed"] * 4
+class ByHand:
+    """One layer of ratio 1 with unrounded caches, from its raw weights, the oracles and tables of the config's numbers.
+
+    x: attention inputs [T, E] of positions 0..T-1, and what the step selected for them.
+    """
+
+    def __init__(self, cfg, params, run):
+        self.cfg, self.x, self.selection = cfg, run.stack(0, "attn_in"), run.stack(0, "selection")
+        tensors = to_released({"layers": params["layers"]})
+        self.w = {name.removeprefix("layers.0.attn."): value for name, value in tensors.items()}
+        scaling, length = cfg.rope_scaling, len(self.x)
+        yarn = scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow
+        self.own = rope.tables(cfg.qk_rope_head_dim, length, cfg.compress_rope_theta, yarn)
+        self.window_layers = rope.tables(cfg.qk_rope_head_dim, length, cfg.rope_theta)
+
+    def norm(self, x, name):
+        return norms.rms_norm(x, self.w[f"{name}.weight"], self.cfg.rms_norm_eps)
+
+    def turned(self, rows, table, inverse=False):
+        """Rows [T, ..., D] rotated, each by its own position."""
+        return np.stack([rope.rotate(row, *(part[t] for part in table), inverse) for t, row in enumerate(rows)])
+
+    def latents(self):
+        return self.norm(self.x @ self.w["compressor.wkv.weight"].T, "compressor.norm")
+
+    def query(self, name, heads):
+        latent = self.norm(self.x @ self.w["wq_a.weight"].T, "q_norm")
+        return (latent @ self.w[f"{name}wq_b.weight"].T).reshape(len(self.x), heads, -1)
+
+    def attention(self, query_table):
+        """attn_out [T, E] with queries turned by `query_table` and everything else by the layer's own table."""
+        cfg, rows = self.cfg, []
+        q = self.turned(self.query("", cfg.num_attention_heads), query_table)
+        near = self.turned(self.norm(self.x @ self.w["wkv.weight"].T, "kv_norm"), self.own)
+        far = self.turned(self.latents(), self.own)
+        for t, picked in enumerate(self.selection):
+            keys = np.concatenate([near[max(0, t - cfg.sliding_window + 1) : t + 1], far[picked[picked >= 0]]])
+            index = np.arange(len(keys))[None]
+            rows.append(attend(q[t : t + 1], keys, index, self.w["attn_sink"], cfg.head_dim**-0.5)[0])
+        back = self.turned(rows, self.own, inverse=True)
+        output = self.w["wo_a.weight"], self.w["wo_b.weight"], cfg.o_groups
+        return np.stack([grouped_output(row, *output) for row in back])
+
+    def scores(self, turn=lambda vector: vector):
+        """Index scores [T, T]; `turn` is applied to the queries only."""
+        cfg = self.cfg
+        q = turn(self.turned(self.query("indexer.", cfg.index_n_heads), self.own))
+        keys = self.turned(self.norm(self.latents() @ self.w["indexer.wk.weight"].T, "indexer.k_norm"), self.own)
+        projected = self.x @ self.w["indexer.weights_proj.weight"].T
+        weights = [oracle.head_weights(row, cfg.index_head_dim) for row in projected]
+        return np.stack([oracle.scores(q[t], keys, weights[t]) for t in range(len(q))])
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """(run of nine tokens through that layer, the same by hand)."""
+    formats = {f"{cache}_format": "fp32" for cache in ("window", "main", "index")}
+    cfg = running.single(compress_ratios=(1,), page_size=8, **formats)
+    params = running.parameters(cfg, calm=1.0)
+    run = run_chunks(cfg, params, running.prompt(9, 0), [9], row_bucket=16).runs[0]
+    return run, ByHand(cfg, params, run)
+
+
+def test_queries_of_compressed_layers_use_their_own_table(by_hand):
+    """U2: everything in a layer with entries turns by theta 160000; a query at theta 10000 gives another output."""
+    run, hand = by_hand
+    out = run.stack(0, "attn_out")
+    np.testing.assert_allclose(out, hand.attention(hand.own), rtol=0, atol=1e-5)
+    assert np.abs(out - hand.attention(hand.window_layers))[4:].max() > 1e-3
+    assert [role.rope for role in layer_roles(running.tiny())] == ["swa"] * 2 + ["compressed"] * 4
 
 
 def test_doubling_the_query_projection_doubles_the_query(window_layer):
@@ -251,17 +315,14 @@ def test_doubling_the_query_projection_doubles_the_query(window_layer):
     np.testing.assert_allclose(q2, 2 * q, rtol=1e-6)
 
 
-def test_index_queries_and_keys_are_rounded_but_not_mixed():
-    """B27: no Hadamard rotation on either side; the dot product of query and key is that of the plain vectors."""
-    cfg = running.single(compress_ratios=(1,), page_size=8, index_format="fp32")
-    params = running.parameters(cfg)
-    session = run_chunks(cfg, params, running.prompt(9, 0), [9], row_bucket=16)
-    run, attn = session.runs[0], steps.bind(params, cfg).layers[0].attn
-    keys = session.stored(0)["index", 0].view(np.float32)
-    x = jnp.asarray(run.stack(0, "attn_in"))
-    rope = tuple(jnp.asarray(params["freqs"]["compressed"][part])[:9] for part in ("cos", "sin"))
-    _, latent = attn.query(x, rope)
-    query = attn.indexer.query(x, latent, rope)
-    for t in range(9):
-        expected = oracle.scores(query.q[t], keys[: t + 1], query.weights[t])
-        np.testing.assert_allclose(run.stack(0, "index_score")[t][: t + 1], expected, rtol=0, atol=1e-5)
+def test_index_queries_and_keys_are_not_mixed(by_hand):
+    """B27: the score of query and key is that of the plain vectors; a Hadamard rotation of one side gives another."""
+    run, hand = by_hand
+    seen = np.tril(np.ones((9, 9), bool))
+    scores = run.stack(0, "index_score")[:, :9]
+    np.testing.assert_allclose(scores[seen], hand.scores()[seen], rtol=0, atol=1e-5)
+    mix = np.array([[1.0]])
+    while len(mix) < hand.cfg.index_head_dim:
+        mix = np.block([[mix, mix], [mix, -mix]]) / np.sqrt(2)
+    one_side = hand.scores(lambda q: (q @ mix).astype(np.float32))
+    assert np.abs(scores - one_side)[seen].max() > 0.1

@@ -67,6 +67,15 @@ def test_flips_are_counted_against_all_codes():
     tally.check()
 
 
+def test_one_comparison_alone_keeps_to_the_limit_too(monkeypatch):
+    monkeypatch.setattr("tests.model.comparing.unrounded", lambda *_: flat_row(1.25 - 5e-6))
+    pair = [(with_logits(0.0), rows_of(flat_row(1.25 + off))) for off in (-5e-6, 5e-6)]
+    with pytest.raises(AssertionError, match="1 of 32"):
+        assert_same_run((CFG, None), *pair)
+    tally = Tally(codes=1000)
+    assert assert_same_run((CFG, None), *pair, tally) == 1 and tally.flips == 1
+
+
 def test_codes_are_ordered_like_their_values():
     x = np.array([[-6.0, -0.5, -0.0, 0.0, 0.5, 6.0] + [0.0] * 26], np.float32)
     codes, scales = split_codes(MAIN.format, 32, np.asarray(MAIN.format.pack(x)))

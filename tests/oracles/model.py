@@ -29,10 +29,12 @@ def run(weights, config, freqs, tokens):
     C = hc_mult, E = dim, D = head_dim, N = entries after T tokens of that layer's ratio.
 
     Returns {"logits": [T, V], "final_normed": [T, E], "layers": [one dict per layer]} (float32 unless said), the dicts
-    holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out [T, C, E]; pre_mix_out [T, C]; gate_indices, gate_weights
-    [T, k]; window_rows [T, D] by position; for index sources selections int32 [T, index_topk] (ascending, -1 = none)
-    and index_scores [T, N] (-inf = masked); for the candidate source candidates int32 [T, topk_blocks] (block ids);
-    for KV sources main_rows [N, D], index_rows [N, Di] and open_group (list of (position, kv [D], gate [D] or None)).
+    holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out [T, C, E]; pre_mix_out [T, C]; hc_attn_pre, hc_attn_post,
+    hc_ffn_pre, hc_ffn_post [T, C]; hc_attn_comb, hc_ffn_comb [T, C, C]; gate_indices, gate_weights [T, k]; window_rows
+    [T, D] by position; for layers with entries attended int32 [T, index_topk], the selection in use; for index sources
+    selections, the same of their own, and index_scores [T, N] (-inf = masked); for the candidate source candidates
+    int32 [T, topk_blocks] (block ids); for KV sources main_rows [N, D], index_rows [N, Di], open_group (list of
+    (position, kv [D], gate [D] or None)) and open_groups, that list after every token. Selections ascend, -1 = none.
     Raises ValueError when a compressed layer precedes every KV source or index source.
     """
     weights = _Weights(weights)
@@ -75,6 +77,7 @@ class _Layer:
         table = "compressed" if self.ratio else "swa"
         self.cos, self.sin = freqs[f"{table}/cos"], freqs[f"{table}/sin"]
         self.window_rows, self.main_rows, self.index_rows, self.open_group = [], [], [], []
+        self.open_groups = []
         self.trace = {}
 
     def step(self, position, stream, pre_mix, published):
@@ -107,7 +110,7 @@ class _Layer:
         if self.owns_kv:
             out["main_rows"] = np.array(self.main_rows, F32).reshape(-1, self.c["head_dim"])
             out["index_rows"] = np.array(self.index_rows, F32).reshape(-1, self.c["index_head_dim"])
-            out["open_group"] = self.open_group
+            out["open_group"], out["open_groups"] = self.open_group, self.open_groups
         return out
 
     def _note(self, **values):
@@ -118,7 +121,9 @@ class _Layer:
         c = self.c
         mix = hyper_connections.mixes(stream, self.w[f"hc_{part}_fn"], c["norm_eps"])
         scale, base = self.w[f"hc_{part}_scale"], self.w[f"hc_{part}_base"]
-        return hyper_connections.coefficients(mix, scale, base, c["hc_mult"], c["hc_sinkhorn_iters"], c["hc_eps"])
+        parts = hyper_connections.coefficients(mix, scale, base, c["hc_mult"], c["hc_sinkhorn_iters"], c["hc_eps"])
+        self._note(**{f"hc_{part}_{name}": value for name, value in zip(("pre", "post", "comb"), parts, strict=True)})
+        return parts
 
     def _rotate(self, x, position, inverse=False):
         return rope.rotate(x, self.cos[position], self.sin[position], inverse)
@@ -149,6 +154,7 @@ class _Layer:
             published["selection"] = self._select(position, x, latent_q, published)
         if "selection" not in published:
             raise ValueError(f"layer {self.number} has ratio {self.ratio} but no index source precedes it.")
+        self._note(attended=published["selection"])
         return [published["owner"].main_rows[entry] for entry in published["selection"] if entry >= 0]
 
     def _compress(self, position, x):
@@ -158,6 +164,7 @@ class _Layer:
             x[None], position, self.open_group, w["wkv.weight"], w.get("wgate.weight"), w["norm.weight"],
             self.ratio, c["norm_eps"],
         )
+        self.open_groups.append(self.open_group)
         w = self.w.under("attn.indexer.")
         for entry, latent in latents:
             first_token = entry * self.ratio

@@ -54,6 +54,28 @@ def test_prefill_equals_every_split_at_length(seed):
 
 
 @pytest.mark.smoke
+def test_without_the_calming_scale_the_first_selection_is_the_same():
+    """Everything up to the first index source, at full size: two window layers before it, both sides of its caches.
+
+    The models above have sub-layer outputs scaled by 0.1. Unscaled, one flipped code changes all that follows it, so
+    only what no later rounding touches is compared: attention outputs, stored rows and selections up to that layer.
+    """
+    cfg = running.tiny(
+        num_hidden_layers=3, compress_ratios=(0, 0, 2), kv_source_layer_ids=(2,), index_source_layer_ids=(2,),
+        candidate_source_layer_id=-1, window_format="fp32",
+    )  # fmt: skip
+    params, tokens, first = running.parameters(cfg, 4, calm=1.0), running.prompt(16, 4), 2
+    whole, parts = (run_chunks(cfg, params, tokens, sizes) for sizes in ([16], [5, 7, 1, 1, 1, 1]))
+    run, other = whole.runs[0], parts.runs[0]
+    assert np.array_equal(run.stack(first, "selection"), other.stack(first, "selection"))
+    for layer in range(first + 1):
+        np.testing.assert_allclose(other.stack(layer, "attn_out"), run.stack(layer, "attn_out"), rtol=0, atol=1e-5)
+    for kind in ("main", "index"):
+        assert np.array_equal(whole.stored(0)[kind, first], parts.stored(0)[kind, first])
+    assert np.abs(run.stack(first, "attn_out")).max() > 0.5, "not scaled down"
+
+
+@pytest.mark.smoke
 def test_the_served_steps_equal_the_traced_ones():
     """`prefill` and `decode` keep no scores and may read only the candidate pool's keys; `trace_step` scores all."""
     params, tokens = running.parameters(UNROUNDED), running.prompt(LONGEST + 30, 3)

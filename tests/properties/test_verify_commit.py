@@ -11,44 +11,45 @@ from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from tests.model import running
 from tests.model.comparing import assert_close_logits, count_flips
-from tests.model.running import PAGES, POISON_BYTE, POISON_FLOAT, stored_rows
+from tests.model.running import PAGES, POISON_BYTE, stored_rows
 
-ROWS, SEQS = 18, 2
+ROWS, SEQS = 36, 4
 LENGTH = 34
-TABLES = {0: list(range(0, 32, 2)), 1: list(range(1, 32, 2))}
+# Each sequence its own tokens and pages, so that a row taken from another sequence has another value.
+PROMPTS = [running.prompt(LENGTH, seed) for seed in range(SEQS)]
+TABLES = {slot: list(range(slot, 64, SEQS)) for slot in range(SEQS)}
 ROUND = {"window_format": "fp32"}  # window rows leave the ring; only codes that stay to the end are compared
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """Logits of every position of the true tokens, and stored rows per length, without any verification.
+    """Per sequence: logits of every position of its true tokens, and stored rows at the end, without verification.
 
     The ring and the compressor state are sized for the default number of drafts; logical rows are the same for any.
     """
     cfg = running.shallow(**ROUND)
-    session = running.run_chunks(cfg, running.parameters(cfg), running.prompt(LENGTH, 0), [16, 16, 2], row_bucket=16)
-    return session.runs[0].logits, session.stored(0)
+    runs = [running.run_chunks(cfg, running.parameters(cfg), tokens, [16, 16, 2], row_bucket=16) for tokens in PROMPTS]
+    return [(session.runs[0].logits, session.stored(0)) for session in runs]
 
 
 class Speculator:
-    """Drives `verify` and `commit` over SEQS sequences that follow the same true tokens at their own lengths."""
+    """Drives `verify` and `commit` over SEQS sequences, each following its own true tokens at its own length."""
 
     def __init__(self, cfg, poison):
         self.cfg, self.params, self.poison = cfg, running.parameters(cfg), poison
-        self.cache = ModelCache.empty(cfg, 64, 4)
+        self.cache = ModelCache.empty(cfg, 64, SEQS)
         if poison:
             self.cache = running.poisoned(self.cache)
         self.length = [0] * SEQS
-        self.true = running.prompt(LENGTH, 0)
 
     def verify(self, rows, accepted):
         """Verifies rows[s] tokens per sequence, the first accepted[s] of them true: logits of the accepted rows."""
         chunks = []
         for slot in range(SEQS):
-            at, good, n = self.length[slot], accepted[slot], rows[slot]
-            wrong = [(t + 7) % self.cfg.vocab_size for t in (self.true + self.true)[at + good : at + n]]
+            at, good, n, true = self.length[slot], accepted[slot], rows[slot], PROMPTS[slot]
+            wrong = [(t + 7) % self.cfg.vocab_size for t in (true + true)[at + good : at + n]]
             if n:
-                chunks.append(Chunk(slot, self.true[at : at + good] + wrong, at, TABLES[slot]))
+                chunks.append(Chunk(slot, true[at : at + good] + wrong, at, TABLES[slot]))
         step = make_step(chunks, self.cfg, rows=ROWS, seqs=SEQS, pages=PAGES)
         logits, self.cache = steps.verify(self.params, self.cache, step, self.cfg)
         kept = np.zeros(SEQS, np.int32)
@@ -63,6 +64,23 @@ class Speculator:
         if self.poison:
             self.cache = poison_unreferenced(self.cfg, self.cache, self.length)
         return out
+
+    def check(self, reference, rows, accepted):
+        """`verify`, with the logits of all accepted rows compared with those of the sequence run by itself."""
+        before = list(self.length)
+        for slot, values in self.verify(rows, accepted).items():
+            if len(values):
+                logits = reference[slot][0]
+                assert_close_logits(values, logits[before[slot] : before[slot] + len(values)])
+
+    def check_stored(self, reference):
+        """Entries and index keys of every sequence are bit for bit those of the sequence run by itself."""
+        for slot, length in enumerate(self.length):
+            stored = stored_rows(self.cfg, self.cache, slot, TABLES[slot], length)
+            for (kind, layer), rows in stored.items():
+                if kind in ("main", "index"):
+                    expected = reference[slot][1][kind, layer][: len(rows)]
+                    assert np.array_equal(rows, expected), (slot, kind, layer)
 
 
 def poison_unreferenced(cfg, cache, lengths) -> ModelCache:
@@ -83,31 +101,30 @@ def poison_unreferenced(cfg, cache, lengths) -> ModelCache:
         for owner in range(len(layout.state_owners)):
             for p in range(length - length % 2, length):
                 state[slot, owner, p % layout.state_rows] = clean[2][slot, owner, p % layout.state_rows]
-    assert pages.max() == POISON_BYTE and np.isnan(POISON_FLOAT)
+    assert (pages == POISON_BYTE).any() and (ring == POISON_BYTE).any() and np.isnan(state).any()
     return dataclasses.replace(cache, pages=pages, ring=ring, state=state)
 
 
 def check_rejections(drafts, reference, poison):
-    """Every accepted count 0..drafts + 1 at both parities of the committed length, then two more decoded tokens."""
+    """Every accepted count 0..drafts + 1 at both parities of the committed length, then two more decoded tokens.
+
+    In each step the four sequences have other lengths, other numbers of rows and other accepted counts (B92).
+    """
     cfg = running.shallow(num_draft_tokens=drafts, **ROUND)
-    logits, _ = reference
     width = drafts + 1
-    for start in (6, 9):
+    for first in (5, 6):
         for accepted in range(width + 1):
             spec = Speculator(cfg, poison)
-            for at in range(0, start, width):
-                spec.verify([min(width, start - at)] * SEQS, [min(width, start - at)] * SEQS)
-            # The second sequence accepts another count, so that parities differ inside one step (B92).
-            counts = [accepted, width - accepted]
-            got = spec.verify([width] * SEQS, counts)
-            for slot, count in enumerate(counts):
-                if count:
-                    assert_close_logits(got[slot], logits[start : start + count])
+            starts = [first + slot for slot in range(SEQS)]
+            while spec.length != starts:
+                rows = [min(width, start - at) for start, at in zip(starts, spec.length, strict=True)]
+                spec.check(reference, rows, rows)
+            rows = [width, max(1, width - 1), max(1, width - 2), width]
+            counts = [accepted, min(accepted, rows[1]), rows[2] - min(accepted, rows[2]), width - accepted]
+            spec.check(reference, rows, counts)
             for _ in range(2):
-                before = list(spec.length)
-                more = spec.verify([1] * SEQS, [1] * SEQS)
-                for slot in range(SEQS):
-                    assert_close_logits(more[slot], [logits[before[slot]]])
+                spec.check(reference, [1] * SEQS, [1] * SEQS)
+            spec.check_stored(reference)
 
 
 @pytest.mark.smoke
@@ -124,23 +141,18 @@ def test_any_number_of_drafts_continues_like_sequential_decoding(reference, draf
 
 def test_many_verified_blocks_leave_what_decoding_leaves(reference):
     """Rejected rows stay in the caches here, and are overwritten or never read."""
-    cfg, logits = running.shallow(**ROUND), reference[0]
-    draws = np.random.default_rng(4)
-    for _ in range(4):
+    cfg, draws = running.shallow(**ROUND), np.random.default_rng(4)
+    for _ in range(2):
         spec = Speculator(cfg, poison=False)
         while min(spec.length) < LENGTH:
             rows = [min(int(draws.integers(0, 7)), LENGTH - at) for at in spec.length]
-            rows[0] = rows[0] or int(spec.length[0] < LENGTH)
             if not any(rows):
                 rows = [int(at < LENGTH) for at in spec.length]
-            counts = [int(draws.integers(0, r + 1)) for r in rows]
-            before, got = list(spec.length), spec.verify(rows, counts)
-            for slot, values in got.items():
-                if len(values):
-                    assert_close_logits(values, logits[before[slot] : before[slot] + len(values)])
+            spec.check(reference, rows, [int(draws.integers(0, r + 1)) for r in rows])
         for slot in range(SEQS):
             stored = stored_rows(cfg, spec.cache, slot, TABLES[slot], LENGTH)
-            assert count_flips(cfg, reference[1], stored, None) == 0
+            assert count_flips(cfg, reference[slot][1], stored, None) == 0
+        spec.check_stored(reference)
 
 
 @pytest.mark.parametrize("drafts", range(9))

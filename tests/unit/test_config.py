@@ -373,8 +373,13 @@ def test_all_missing_keys_are_named():
 
 
 def test_a_file_that_is_no_config_is_named(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "binary.json").write_bytes(bytes([0xAB, 0xFF]))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
+    for name in ("deep", "binary"):
+        with pytest.raises(ValueError, match=rf"{name}\.json: not a JSON file"):
+            ModelConfig.from_json(tmp_path / f"{name}.json")
     with pytest.raises(ValueError, match=r"broken\.json: not a JSON file"):
         read_config(tmp_path / "broken.json")
     with pytest.raises(ValueError, match=r"list\.json: a config must be a JSON object, not list"):
