@@ -1,12 +1,19 @@
-"""Host side of a step: builds `StepInfo` from sequences, padded to buckets, and validates before dispatch."""
+"""Host side of a step: builds `StepInfo` from sequences, padded to buckets, and validates before dispatch.
+
+`make_step` checks what a configuration allows; the `check_*` functions behind it, which `steps.py` calls before it
+dispatches, check a step against its cache: by shapes and NumPy leaves only, so that no device is waited for.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.types import GLOBAL_GROUP, StepInfo
@@ -38,26 +45,21 @@ def make_step(
     rows: int | None = None,
     seqs: int | None = None,
     pages: int | None = None,
-    verify: bool = False,
 ) -> StepInfo:
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
-    Sizes default to the next power of two, `pages` to no more than the longest context needs. `verify` also refuses
-    more rows per sequence than the caches can roll back. Raises ValueError for a chunk without tokens, token ids out of
-    range, positions past `max_position_embeddings`, block tables too short or naming a page twice, repeated or negative
-    slots, facts that contradict `start`, and buckets too small.
+    Sizes default to the next power of two, `pages` to no more than the longest context needs. Raises ValueError for a
+    chunk without tokens, token ids out of range, positions past `max_position_embeddings`, block tables too short or
+    naming a page twice, repeated or negative slots, facts that contradict `start`, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)
-        if verify and len(chunk.tokens) > cfg.num_draft_tokens + 1:
-            rule = f"exceed num_draft_tokens + 1 = {cfg.num_draft_tokens + 1}, which ring and state can roll back"
-            raise ValueError(f"slot {chunk.slot}: {len(chunk.tokens)} rows to verify {rule}.")
     slots = [chunk.slot for chunk in chunks]
     if len(set(slots)) != len(slots):
         raise ValueError(f"slots={slots} must be distinct: one sequence per slot and step.")
     total = sum(len(chunk.tokens) for chunk in chunks)
     widest = max((len(chunk.pages) for chunk in chunks), default=1)
-    longest = -(-cfg.max_position_embeddings // cfg.page_size)
+    longest = pages_for(cfg, cfg.max_position_embeddings)
     rows, seqs = rows or bucket(total), seqs or bucket(len(chunks))
     pages = pages or min(bucket(widest), max(widest, longest))
     for name, have, need in (("rows", rows, total), ("seqs", seqs, len(chunks)), ("pages", pages, widest)):
@@ -83,22 +85,27 @@ def make_step(
     return StepInfo(**per_row, **per_seq, last_chunk=last_chunk, block_tables={GLOBAL_GROUP: table})
 
 
-def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
-    n = len(chunk.tokens)
-    where = f"slot {chunk.slot}"
+def check_tokens(tokens: Sequence[int], start: int, cfg: ModelConfig, where: str) -> None:
+    """Raises ValueError, its sentence starting with `where`, unless `tokens` may stand at `start` and after it."""
+    n = len(tokens)
     if n == 0:
         raise ValueError(f"{where}: tokens is empty, a chunk needs at least one token.")
+    check_token_ids(tokens, cfg, where)
+    if start < 0:
+        raise ValueError(f"{where}: start={start} must not be negative.")
+    if start + n > cfg.max_position_embeddings:
+        limit = cfg.max_position_embeddings
+        raise ValueError(f"{where}: positions {start}..{start + n - 1} exceed max_position_embeddings={limit}.")
+
+
+def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
+    where = f"slot {chunk.slot}"
     if chunk.slot < 0:
         raise ValueError(f"slot={chunk.slot} must not be negative: only padding has no slot.")
-    check_token_ids(chunk.tokens, cfg, where)
-    end = chunk.start + n
-    if chunk.start < 0:
-        raise ValueError(f"{where}: start={chunk.start} must not be negative.")
-    if end > cfg.max_position_embeddings:
-        limit = cfg.max_position_embeddings
-        raise ValueError(f"{where}: positions {chunk.start}..{end - 1} exceed max_position_embeddings={limit}.")
+    check_tokens(chunk.tokens, chunk.start, cfg, where)
     _check_facts(chunk, cfg, where)
-    have, need = len(chunk.pages), -(-end // cfg.page_size)
+    end = chunk.start + len(chunk.tokens)
+    have, need = len(chunk.pages), pages_for(cfg, end)
     if have < need and cfg.kv_source_layer_ids:
         short = f"block table of {have} pages is too short"
         raise ValueError(f"{where}: {short}, {end} tokens need {need} pages of {cfg.page_size}.")
@@ -129,12 +136,63 @@ def check_token_ids(tokens: Sequence[int], cfg: ModelConfig, where: str) -> None
         raise ValueError(f"{where}: token id {ids[outside][0]} is outside 0..{cfg.vocab_size - 1}.")
 
 
-def check_capacity(chunks: Sequence[Chunk], cache: ModelCache) -> None:
-    """Raises ValueError if a chunk names a page or slot that the cache does not have."""
-    num_pages, num_slots = cache.pages.shape[0], cache.ring.shape[0]
-    for chunk in chunks:
-        if not 0 <= chunk.slot < num_slots:
-            raise ValueError(f"slot {chunk.slot} is outside the cache's 0..{num_slots - 1}.")
-        bad = [p for p in chunk.pages if not 0 <= p < num_pages]
-        if bad:
-            raise ValueError(f"slot {chunk.slot}: page {bad[0]} is outside the cache's 0..{num_pages - 1}.")
+def check_cache(cache: ModelCache, cfg: ModelConfig) -> None:
+    """Raises ValueError if the caches have other rows than those of `cfg`. Pages may be wider than the global group."""
+    page_bytes, ring_bytes, state = _row_shapes(cfg)
+    for name, have, need, fits in (
+        ("pages", cache.pages.shape[1], page_bytes, cache.pages.shape[1] >= page_bytes),
+        ("ring", cache.ring.shape[1], ring_bytes, cache.ring.shape[1] == ring_bytes),
+        ("state", cache.state.shape[1:], state, cache.state.shape[1:] == state),
+    ):
+        if not fits:
+            rule = f"must be {need} for this configuration: the cache was made for another one"
+            raise ValueError(f"cache.{name} with {have} per row {rule}.")
+
+
+@functools.lru_cache(maxsize=64)
+def _row_shapes(cfg: ModelConfig) -> tuple[int, int, tuple[int, ...]]:
+    layout = cache_layout(cfg)
+    return layout.page_bytes, layout.ring_bytes, (len(layout.state_owners), layout.state_rows, layout.state_width)
+
+
+def check_step(step: StepInfo, cache: ModelCache) -> None:
+    """Raises ValueError if a step names a slot or a page that the cache does not have."""
+    _check_range("slot", step.slot, cache.ring.shape[0], "slots")
+    for group, table in step.block_tables.items():
+        _check_range(f"page of block_tables[{group!r}]", table, cache.pages.shape[0], "pages")
+
+
+def _check_range(field: str, values: Any, count: int, what: str) -> None:
+    if not isinstance(values, np.ndarray) or not values.size or (values.min() >= -1 and values.max() < count):
+        return
+    bad = values[(values < -1) | (values >= count)][0]
+    raise ValueError(f"{field}={bad} must lie in 0..{count - 1}, or be -1 for none: the cache has {count} {what}.")
+
+
+def check_verified_rows(step: StepInfo, cfg: ModelConfig) -> None:
+    """Raises ValueError for a sequence with more rows than ring and compressor state can roll back."""
+    rows, most = _rows(step), cfg.num_draft_tokens + 1
+    if rows is not None and rows.max(initial=0) > most:
+        worst = int(rows.argmax())
+        rule = f"exceed num_draft_tokens + 1 = {most}, which ring and state can roll back"
+        raise ValueError(f"slot {step.slot[worst]}: {rows[worst]} rows to verify {rule}.")
+
+
+def check_accepted(step: StepInfo, accepted: Any) -> None:
+    """Raises ValueError unless `accepted` is [S] whole numbers, from 0 to the rows of each sequence of the step."""
+    if accepted.shape != step.slot.shape or accepted.dtype.kind not in "iu":
+        have = f"{accepted.dtype}{list(accepted.shape)}"
+        raise ValueError(f"accepted of type {have} must hold one whole number for each of {step.num_seqs} sequences.")
+    rows = _rows(step)
+    if rows is None or not isinstance(accepted, np.ndarray):
+        return
+    wrong = ((accepted < 0) | (accepted > rows)) & (np.asarray(step.slot) >= 0)
+    if wrong.any():
+        s = int(wrong.argmax())
+        raise ValueError(f"slot {step.slot[s]}: accepted={accepted[s]} must lie in 0..{rows[s]}, the rows verified.")
+
+
+def _rows(step: StepInfo) -> np.ndarray | None:
+    """[S] rows of each sequence; None where the step lies on a device."""
+    known = all(isinstance(leaf, np.ndarray) for leaf in (step.start, step.length, step.slot))
+    return step.length - step.start if known else None

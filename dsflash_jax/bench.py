@@ -1,7 +1,8 @@
 """`dsflash bench`: prefill and decode speed of one shape, compile time apart, beside the machine's own rates.
 
-A table of measurements, not a test. Prefill fills a fresh prompt and returns last-position logits; decode takes one
-token per step on packed caches with a host-built `StepInfo` each time, as a user's loop does.
+A table of measurements, not a test. Prefill fills a fresh prompt of random tokens and returns last-position logits;
+decode first really prefills such a prompt, then takes the random tokens that follow it one per step, on packed caches,
+with a host-built `StepInfo` each time, as a user's loop does. A peer is given the same tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +21,81 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsflash_jax import steps
+from dsflash_jax.analysis.cost import time_decode
+from dsflash_jax.analysis.roofline import Rates, limits, step_work
 from dsflash_jax.batch import Chunk, make_step
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.peer import Peer, load_peer
+from dsflash_jax.session import Session
 from dsflash_jax.shipped import config_path
 from dsflash_jax.weights.names import walk
 
-CONTEXT = 16_640  # tokens of the benchmark's cache
-PREFILL = (512, 1024, 2048)
-DECODE = (512, 1024, 2048, 16_384)
-DECODE_STEPS = 48
-REPEATS = 5
 SEED = 7
+REPEATS = 5
+PREFILL_CHUNK = 2048  # rows of a prefill step at most
+_SEQUENCE = "timed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
-    """What the machine does in one large float32 matrix product, and in passes over arrays far larger than caches."""
+class Plan:
+    """What is measured. `context` is the tokens of the cache, whatever the configuration's limit; prompts fit it."""
 
-    gflops: float
-    copy_gbytes: float
-    read_gbytes: float
+    context: int = 16_640
+    prefill: tuple[int, ...] = (512, 1024, 2048)
+    decode: tuple[int, ...] = (512, 1024, 2048, 16_384)
+    peer_decode: tuple[int, ...] = (512, 1024, 2048)
+    decode_steps: int = 48
 
 
-def run_bench(config: Path | None = None, peer: str | None = None) -> dict[str, Any]:
+def run_bench(config: Path | None = None, peer: str | None = None, plan: Plan = Plan()) -> dict[str, Any]:  # noqa: B008
     """Measures `config` (default: the shipped `bench_base`) and returns plain JSON types.
 
     Raises ValueError for an unknown peer, or one that is not installed.
     """
-    cfg = ModelConfig.from_json(config or config_path("bench_base"))
-    cfg = cfg.replace(max_position_embeddings=max(CONTEXT, cfg.page_size))
+    given = ModelConfig.from_json(config or config_path("bench_base"))
+    cfg = given.replace(max_position_embeddings=plan.context)
     params = steps.init_params(cfg, SEED)
     other = load_peer(peer, cfg, params) if peer else None
-    rates = machine_rates()
-    rows = [_prefill_row(params, cfg, n, rates) for n in PREFILL]
-    rows += [_decode_row(params, cfg, n, rates) for n in DECODE]
+    rates, tokens = machine_rates(), random_tokens(cfg, plan.context)
+    rows = [_prefill_row(params, cfg, tokens[:n], rates) for n in plan.prefill]
+    rows += [_decode_row(params, cfg, tokens[:n], tokens[n : n + plan.decode_steps + 1], rates) for n in plan.decode]
     if other is not None:
-        rows += _peer_rows(other)
+        rows += _peer_rows(other, tokens, plan)
     return {
         "config_sha256": cfg.sha256(),
         "parameters": sum(leaf.size for _, leaf in walk(params)),
+        "context_tokens": cfg.max_position_embeddings,
+        "context_of_the_config_file": given.max_position_embeddings,
         "machine": {
             "processor": platform.machine(), "cores": os.cpu_count(), "jax": jax.__version__,
-            "python": platform.python_version(), "matmul_gflops": round(rates.gflops, 1),
-            "copy_gbytes_per_s": round(rates.copy_gbytes, 1), "read_gbytes_per_s": round(rates.read_gbytes, 1),
+            "python": platform.python_version(), "matmul_gflops": round(rates.flops / 1e9, 1),
+            "read_gbytes_per_s": round(rates.nbytes / 1e9, 1), "copy_gbytes_per_s": round(copy_rate() / 1e9, 1),
         },
         "rows": rows,
         "topology": compile_topology(),
     }  # fmt: skip
 
 
+def random_tokens(cfg: ModelConfig, count: int) -> list[int]:
+    """Seeded token ids, the same for every row of the table and for the peer."""
+    return np.random.default_rng(SEED).integers(0, cfg.vocab_size, count).tolist()
+
+
 def machine_rates() -> Rates:
-    """Best of several runs: a 2048-cubed product, a 256 MB copy (read plus written), a 256 MB matrix-vector product."""
+    """Best of several runs: a 2048-cubed float32 product, and a matrix-vector product over 256 MB, more than caches."""
     matrix = jnp.ones((2048, 2048), jnp.float32)
-    array = jnp.ones((64 * 2**20,), jnp.float32)
     product = min(_times(jax.jit(lambda m: m @ m), matrix))
-    copy = min(_times(jax.jit(lambda a: a + 1), array))
-    read = min(_times(jax.jit(lambda a, v: a @ v), array.reshape(-1, 1024), jnp.ones((1024,), jnp.float32)))
-    return Rates(2 * 2048**3 / product / 1e9, 2 * array.nbytes / copy / 1e9, array.nbytes / read / 1e9)
+    array = jnp.ones((64 * 2**10, 2**10), jnp.float32)
+    read = min(_times(jax.jit(lambda a, v: a @ v), array, jnp.ones((2**10,), jnp.float32)))
+    return Rates(2 * 2048**3 / product, array.nbytes / read)
+
+
+def copy_rate() -> float:
+    """Bytes per second, read plus written, of one pass over 256 MB: the best of several."""
+    array = jnp.ones((64 * 2**20,), jnp.float32)
+    return 2 * array.nbytes / min(_times(jax.jit(lambda a: a + 1), array))
 
 
 def _times(fn: Callable, *args: Any, repeats: int = REPEATS) -> list[float]:
@@ -91,36 +108,37 @@ def _times(fn: Callable, *args: Any, repeats: int = REPEATS) -> list[float]:
     return out
 
 
-def _prefill_row(params: steps.Params, cfg: ModelConfig, length: int, rates: Rates) -> dict[str, Any]:
-    tokens = np.random.default_rng(length).integers(0, cfg.vocab_size, length).tolist()
-    step = make_step([Chunk(0, tokens, 0, range(-(-length // cfg.page_size)))], cfg)
-    cache = _cache(cfg)
-    seconds = []
+def _session(params: steps.Params, cfg: ModelConfig, tokens: int) -> Session:
+    """A session on a cache of the whole context: one compiled prefill serves all rows up to one chunk.
+
+    Block tables grow with the sequence, as a user's do, but are as wide as the context from the start for a prompt of
+    several chunks, which would else compile a step for each width.
+    """
+    pages = pages_for(cfg, cfg.max_position_embeddings)
+    table = pages if tokens > PREFILL_CHUNK else None
+    return Session(params, cfg, num_pages=pages, prefill_rows=PREFILL_CHUNK, table_pages=table)
+
+
+def _prefill_row(params: steps.Params, cfg: ModelConfig, prompt: Sequence[int], rates: Rates) -> dict[str, Any]:
+    session, seconds = _session(params, cfg, len(prompt)), []
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        logits, cache = steps.prefill(params, cache, step, cfg)
-        jax.block_until_ready(logits)
+        jax.block_until_ready(session.append({_SEQUENCE: prompt}))
         seconds.append(time.perf_counter() - start)
-    best, work = min(seconds[1:]), prefill_flops(cfg, length)
-    return _row("prefill", length, seconds[0], seconds[1:], length / best) | {
-        "gflops": round(work / best / 1e9, 1), "share_of_matmul": round(work / best / 1e9 / rates.gflops, 3),
-        "bound": "matrix products", "bound_ms": round(1e3 * work / rates.gflops / 1e9, 3),
-    }  # fmt: skip
+        session.close(_SEQUENCE)
+    row = _row("prefill", len(prompt), seconds[0], seconds[1:], len(prompt) / min(seconds[1:]))
+    return row | limits(min(seconds[1:]), step_work(cfg, len(prompt)), rates)
 
 
-def _decode_row(params: steps.Params, cfg: ModelConfig, length: int, rates: Rates) -> dict[str, Any]:
-    cache, seconds = _cache(cfg), []
-    for n in range(DECODE_STEPS + 1):
-        start = time.perf_counter()
-        step = make_step([Chunk(0, [5], length + n, range(-(-(length + n + 1) // cfg.page_size)))], cfg)
-        logits, cache = steps.decode(params, cache, step, cfg)
-        jax.block_until_ready(logits)
-        seconds.append(time.perf_counter() - start)
-    best, moved = min(seconds[1:]), decode_bytes(params, cfg)
-    return _row("decode", length, seconds[0], seconds[1:], 1 / best) | {
-        "gbytes_per_s": round(moved / best / 1e9, 2), "share_of_read": round(moved / best / 1e9 / rates.read_gbytes, 3),
-        "bound": "reading active weights", "bound_ms": round(1e3 * moved / rates.read_gbytes / 1e9, 3),
-    }  # fmt: skip
+def _decode_row(
+    params: steps.Params, cfg: ModelConfig, prompt: Sequence[int], following: Sequence[int], rates: Rates
+) -> dict[str, Any]:
+    session = _session(params, cfg, len(prompt))
+    session.append({_SEQUENCE: prompt})
+    times, _ = time_decode(session, _SEQUENCE, following)
+    first, *seconds = [sum(each) for each in times]  # the host's part belongs to a user's loop
+    row = _row("decode", len(prompt), first, seconds, 1 / min(seconds))
+    return row | limits(min(seconds), step_work(cfg, 1, len(prompt)), rates)
 
 
 def _row(phase: str, length: int, first: float, seconds: list[float], rate: float) -> dict[str, Any]:
@@ -132,41 +150,6 @@ def _row(phase: str, length: int, first: float, seconds: list[float], rate: floa
         "median_ms": round(1e3 * statistics.median(seconds), 3),
         "tokens_per_s": round(rate, 1),
     }
-
-
-def _cache(cfg: ModelConfig) -> ModelCache:
-    return ModelCache.empty(cfg, -(-cfg.max_position_embeddings // cfg.page_size), 1)
-
-
-def active_parameters(cfg: ModelConfig) -> int:
-    """Weights that one token meets: all but the embedding and the experts that it is not routed to."""
-    total = 0
-    for path, leaf in walk(steps.abstract_params(cfg)):
-        if path[0] == "embed":
-            continue
-        share = cfg.num_experts_per_tok / cfg.n_routed_experts if "experts" in path else 1
-        total += int(np.prod(leaf.shape) * share)
-    return total
-
-
-def prefill_flops(cfg: ModelConfig, length: int) -> int:
-    """Multiply-adds (counted twice) of weights and of attention as published: picked keys only, head once."""
-    head = cfg.vocab_size * cfg.hidden_size
-    weights = 2 * ((active_parameters(cfg) - head) * length + head)
-    position = np.arange(length) + 1
-    attention = 0
-    for ratio in cfg.layer_ratios:
-        keys = np.minimum(position, cfg.sliding_window).sum()
-        keys += np.minimum(position // ratio, cfg.index_topk).sum() if ratio else 0
-        attention += 4 * cfg.num_attention_heads * cfg.head_dim * int(keys)
-    scored = sum((position // cfg.layer_ratios[i]).sum() for i in cfg.index_source_layer_ids)
-    return int(weights + attention + 2 * cfg.index_n_heads * cfg.index_head_dim * scored)
-
-
-def decode_bytes(params: steps.Params, cfg: ModelConfig) -> int:
-    """Bytes of weights that one decoded token must read; packed cache rows are small beside them."""
-    itemsize = np.dtype(params["head"]["weight"].dtype).itemsize
-    return active_parameters(cfg) * itemsize
 
 
 def compile_topology() -> dict[str, Any]:
@@ -196,12 +179,12 @@ def released_topology() -> ModelConfig:
     )  # fmt: skip
 
 
-def _peer_rows(other: Peer) -> list[dict[str, Any]]:
+def _peer_rows(other: Peer, tokens: Sequence[int], plan: Plan) -> list[dict[str, Any]]:
     rows = []
-    for n in PREFILL:
-        first, *seconds = [other.prefill_seconds(n) for _ in range(REPEATS + 1)]
+    for n in plan.prefill:
+        first, *seconds = [other.prefill_seconds(tokens[:n]) for _ in range(REPEATS + 1)]
         rows.append(_row(f"prefill ({other.name})", n, first, seconds, n / min(seconds)))
-    for n in PREFILL:
-        first, *seconds = other.decode_seconds(n, DECODE_STEPS)
+    for n in plan.peer_decode:
+        first, *seconds = other.decode_seconds(tokens[:n], tokens[n : n + plan.decode_steps + 1])
         rows.append(_row(f"decode ({other.name})", n, first, seconds, 1 / min(seconds)))
     return rows

@@ -1,7 +1,7 @@
 """The `dsflash` command: every sub-command calls one public function and draws what it returns.
 
-Imports of the functions behind are made inside the sub-commands: `dsflash list` stays fast, and `dsflash run` can
-set the number of CPU devices before JAX initialises its backend.
+Whatever loads JAX is imported inside the sub-commands: `list`, `roles`, `kv` and the help stay fast, and `dsflash run`
+can set the number of CPU devices before JAX initialises its backend.
 """
 
 import json
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dsflash_jax.cache.accounting import POOL_SEQUENCES
+from dsflash_jax.config import CACHES
 from dsflash_jax.shipped import config_path
 
 USER_ERROR = 2
@@ -37,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.remove("--traceback")
     try:
         return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="dsflash", description=__doc__.splitlines()[0], args=arguments,
+            COMMANDS,
+            prog="dsflash",
+            description=__doc__.splitlines()[0],
+            args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except BrokenPipeError:
@@ -73,7 +78,7 @@ def kv(
     config: Config,
     context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS")] = None,
     formats: Annotated[str, tyro.conf.arg(name="format", metavar="CACHE=NAME,...")] = "",
-    sequences: int = 64,
+    sequences: int = POOL_SEQUENCES,
     as_json: Json = False,
 ) -> int:
     """Print the bytes of every cache under CONFIG, by layer and format, and the ratio to the alternatives.
@@ -177,7 +182,7 @@ def generate(
         top_p: samples among the best tokens that reach this probability; 1 takes all.
         seed: seed of the sampling.
     """
-    from dsflash_jax.generate import stream
+    from dsflash_jax.lab_text import stream
 
     for piece in stream(checkpoint, prompt, tokens, temperature, seed, top_k=top_k, top_p=top_p):
         print(piece, end="", flush=True)
@@ -231,8 +236,9 @@ def parse_formats(text: str) -> dict[str, str] | None:
     formats: dict[str, str] = {}
     for part in text.split(","):
         cache, equals, name = (word.strip() for word in part.partition("="))
-        if cache not in ("main", "index", "window") or not equals or not name or cache in formats:
-            raise ValueError(f"format={text!r} must be like main=NAME,index=NAME,window=NAME, each at most once.")
+        if cache not in CACHES or not equals or not name or cache in formats:
+            spelling = ",".join(f"{known}=NAME" for known in CACHES)
+            raise ValueError(f"format={text!r} must be like {spelling}, each at most once.")
         formats[cache] = name
     return formats
 
@@ -253,8 +259,13 @@ class _Progress:
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"), console=self._console, disable=not self._console.is_terminal,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, Any] = {}
 

@@ -13,10 +13,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dsflash_jax.numerics.formats import FORMAT_NAMES, get_format
+from dsflash_jax.numerics.format_table import FORMAT_NAMES, format_facts
 
 SCORING_FUNCS = ("sqrtsoftplus", "sigmoid", "softmax")
 DTYPES = ("float32", "bfloat16")
+CACHES = ("main", "index", "window")  # each has a key `<cache>_format`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,9 @@ class ModelConfig:
 
     Layers are zero-based. `compress_ratios[l]` is 0 for a layer with window attention only, else the number m of raw
     tokens per global entry. `swiglu_limit` 0 means no clamp. `candidate_source_layer_id` -1 means no candidate pool.
+
+    `num_nextn_predict_layers` is read and checked (released files list the draft layers in `compress_ratios` too), but
+    draft layers are not built yet: no module, cache or step has them, and every model here is the backbone alone.
     """
 
     vocab_size: int
@@ -289,11 +293,11 @@ def _check_formats(cfg: ModelConfig) -> None:
     widths = {"window_format": "head_dim"}
     if cfg.kv_source_layer_ids:
         widths |= {"main_format": "head_dim", "index_format": "index_head_dim"}
-    for name in ("window_format", "main_format", "index_format"):
+    for name in (f"{cache}_format" for cache in CACHES):
         if getattr(cfg, name) not in FORMAT_NAMES:
             _fail(name, getattr(cfg, name), f"must be one of {', '.join(FORMAT_NAMES)}")
     for name, width_name in widths.items():
         try:
-            get_format(getattr(cfg, name)).check_width(getattr(cfg, width_name))
+            format_facts(getattr(cfg, name)).check_width(getattr(cfg, width_name))
         except ValueError as error:
             _fail(name, getattr(cfg, name), f"does not fit {width_name}={getattr(cfg, width_name)}: {error}")

@@ -1,67 +1,19 @@
-"""Text from a training checkpoint: the prompt is prefilled in chunks, then tokens come one by one from the caches."""
+"""Generation: the prompt is prefilled in chunks, then tokens come one by one from the caches. Token ids only."""
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
-from dsflash_jax.batch import Chunk, bucket, check_token_ids, make_step
-from dsflash_jax.cache.model_cache import ModelCache
-from dsflash_jax.cache.pages import PagePool
+from dsflash_jax.batch import bucket, check_token_ids
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.ops.rope import model_tables
-from dsflash_jax.sampling import Sampling, check_logits, sample
-from dsflash_jax.steps import Params, abstract_params, decode, prefill
-from dsflash_jax.training import checkpoints
-from dsflash_jax.training.vocabulary import (
-    DOCUMENT_BORDER,
-    FIRST_KEY,
-    FIRST_VALUE,
-    KEY_TOKENS,
-    VALUE_TOKENS,
-    decode_tokens,
-    encode_text,
-)
-from dsflash_jax.weights.names import walk
+from dsflash_jax.sampling import Sampling, check_logits, check_seed, sample
+from dsflash_jax.session import PREFILL_ROWS, Session
+from dsflash_jax.steps import Params
 
-PREFILL_ROWS = 128  # prompt tokens per step at most: bounds memory, and every step of a prompt has the same shape
 _SEQUENCE = "prompt"  # the one sequence's name in messages
-_LAB_TOKEN = re.compile(r"<([kv])([0-9]+)>")
-_CONTROL_PICTURES = 0x2400  # U+2400 + c shows control character c
-
-
-def stream(
-    checkpoint: str | Path,
-    prompt: str,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    *,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    prefill_rows: int = PREFILL_ROWS,
-) -> Iterator[str]:
-    """Continues a text, piece by piece, until `max_new_tokens` or the border of a document.
-
-    Equal arguments give equal text. `checkpoint` is a folder that training wrote: of a run, of its checkpoints, or one
-    of them. The prompt may hold the lab's key and value tokens as `<k7>` and `<v12>`, as they are printed.
-
-    Raises, before the first piece: ValueError for an empty prompt, tokens outside the vocabulary, a prompt and
-    generation past the model's capacity, bad sampling settings, and a checkpoint that cannot be read; FileNotFoundError
-    where there is none. While iterating: FloatingPointError naming the position whose logits are not finite.
-    """
-    sampling = Sampling(temperature, top_k, top_p)
-    tokens = encode_prompt(prompt)
-    _check_counts(tokens, max_new_tokens, prefill_rows)
-    params, cfg = load_model(Path(checkpoint))
-    new = generate_tokens(params, cfg, tokens, max_new_tokens, sampling, seed, prefill_rows)
-    return (show_token(token) for token in itertools.takewhile(lambda token: token != DOCUMENT_BORDER, new))
 
 
 def generate_tokens(
@@ -73,11 +25,14 @@ def generate_tokens(
     seed: int = 0,
     prefill_rows: int = PREFILL_ROWS,
 ) -> Iterator[int]:
-    """New token ids after a prompt of ids. Raises as `stream`; nothing runs before the first token is asked for.
+    """New token ids after a prompt of ids. Equal arguments give equal ids; nothing runs before the first is asked for.
 
     A call compiles at most one prefill and one decode step; shapes are powers of two, so later calls reuse them.
+    Raises, before the first id: ValueError for an empty prompt, ids outside the vocabulary, a prompt and generation
+    past the model's capacity, and a seed outside 32 bits. While iterating: FloatingPointError naming the position
+    whose logits are not finite.
     """
-    _check_counts(prompt, max_new_tokens, prefill_rows)
+    check_request(prompt, max_new_tokens, seed, prefill_rows)
     check_token_ids(prompt, cfg, _SEQUENCE)
     need = len(prompt) + max_new_tokens
     if need > cfg.max_position_embeddings:
@@ -88,113 +43,31 @@ def generate_tokens(
     return _run(params, cfg, [int(token) for token in prompt], max_new_tokens, sampling, seed, prefill_rows)
 
 
-def _check_counts(prompt: Sequence[int], max_new_tokens: int, prefill_rows: int) -> None:
+def check_request(prompt: Sequence[int], max_new_tokens: int, seed: int, prefill_rows: int) -> None:
+    """Raises ValueError for what is wrong with a request whatever the model."""
     if len(prompt) == 0:
         raise ValueError("prompt is empty, generation needs at least one token to follow.")
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_rows", prefill_rows)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
+    check_seed(seed)
 
 
 def _run(
-    params: Params, cfg: ModelConfig, known: list[int], new: int, sampling: Sampling, seed: int, prefill_rows: int
+    params: Params, cfg: ModelConfig, prompt: list[int], new: int, sampling: Sampling, seed: int, prefill_rows: int
 ) -> Iterator[int]:
-    """Yields `new` tokens after `known`, which grows by each of them."""
-    num_pages = bucket(-(-(len(known) + new) // cfg.page_size))
-    pool = PagePool(num_pages, cfg.page_size)
-    cache = ModelCache.empty(cfg, num_pages, num_slots=1)
-    rows, key = min(bucket(len(known)), bucket(prefill_rows)), jax.random.key(seed)
-
-    def step(function, start: int, size: int) -> jax.Array:
-        """Runs the tokens from `start` on, `size` at most, and returns the logits after the last of them."""
-        nonlocal cache
-        tokens = known[start : start + size]
-        pages = pool.reserve(_SEQUENCE, start + len(tokens))
-        last = start + len(tokens) == len(known)
-        chunk = Chunk(0, tokens, start, pages, previous_token=known[start - 1] if start else -1, last_chunk=last)
-        logits, cache = function(params, cache, make_step([chunk], cfg, rows=size, seqs=1, pages=num_pages), cfg)
-        return logits
-
-    for start in range(0, len(known), rows):
-        logits = step(prefill, start, rows)
-    for left in range(new, 0, -1):
-        check_logits(logits, [_SEQUENCE], [len(known) - 1])
-        drawn = _draw(logits, key, len(known), sampling.temperature, sampling.top_k, sampling.top_p)
-        known.append(int(drawn[0]))
-        yield known[-1]
-        if left > 1:
-            logits = step(decode, len(known) - 1, 1)
+    num_pages = bucket(pages_for(cfg, len(prompt) + new))
+    session = Session(params, cfg, num_pages=num_pages, prefill_rows=prefill_rows, table_pages=num_pages)
+    key, top_k = jax.random.key(seed), min(sampling.top_k, cfg.vocab_size)
+    tokens = prompt
+    for position in range(len(prompt), len(prompt) + new):
+        logits = session.append({_SEQUENCE: tokens})
+        check_logits(logits, [_SEQUENCE], [position - 1])
+        tokens = [int(_draw(logits, key, position, sampling.temperature, top_k, sampling.top_p)[0])]
+        yield tokens[0]
 
 
 @jax.jit
 def _draw(logits, key, position, temperature, top_k, top_p) -> jax.Array:
     """The token of a position depends on the seed and the position alone, not on how many steps led there."""
     return sample(logits, jax.random.fold_in(key, position), temperature, top_k, top_p)
-
-
-def encode_prompt(text: str) -> list[int]:
-    """Token ids of a text in the lab vocabulary; `<k7>` and `<v12>` are the lab's keys and values.
-
-    Raises ValueError for a key or value that the vocabulary does not have.
-    """
-    tokens: list[int] = []
-    end = 0
-    for match in _LAB_TOKEN.finditer(text):
-        first, count = (FIRST_KEY, KEY_TOKENS) if match[1] == "k" else (FIRST_VALUE, VALUE_TOKENS)
-        if int(match[2]) >= count:
-            kind = match[1]
-            raise ValueError(f"prompt holds {match[0]}, the vocabulary has <{kind}0> to <{kind}{count - 1}>.")
-        tokens += [*encode_text(text[end : match.start()]).tolist(), first + int(match[2])]
-        end = match.end()
-    return tokens + encode_text(text[end:]).tolist()
-
-
-def show_token(token: int) -> str:
-    """A token as text that is safe to print: control characters other than tab and line feed as their pictures."""
-    text = decode_tokens([token])
-    if len(text) == 1 and (ord(text) < 0x20 and text not in "\t\n"):
-        return chr(_CONTROL_PICTURES + ord(text))
-    return "\N{SYMBOL FOR DELETE}" if text == "\x7f" else text
-
-
-def load_model(checkpoint: Path, cfg: ModelConfig | None = None) -> tuple[Params, ModelConfig]:
-    """Parameters (on the device, with RoPE tables) and configuration of a training checkpoint.
-
-    Raises FileNotFoundError where there is no checkpoint; ValueError for one that cannot be read, whose arrays do not
-    fit its configuration, or (with `cfg`) that belongs to another configuration: the differing fields are named.
-    """
-    folder = checkpoint / "checkpoints" if (checkpoint / "checkpoints").is_dir() else checkpoint
-    inside = (folder / "facts").is_dir()  # one checkpoint, not a folder of them
-    if not inside and not checkpoints.saved_steps(folder):
-        raise FileNotFoundError(f"checkpoint folder {str(checkpoint)!r} holds no complete checkpoint (step_NNNNNNNN).")
-    try:
-        loaded = checkpoints.load_plain(folder)
-    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged folder
-        raise _unreadable(checkpoint, error) from error
-    stored = loaded.facts.get("config")
-    if not isinstance(stored, dict) or not isinstance(loaded.tree, dict) or "params" not in loaded.tree:
-        raise ValueError(f"checkpoint {str(checkpoint)!r} holds no configuration or no parameters: not training's.")
-    if cfg is not None:
-        checkpoints.refuse_other_facts(checkpoint, {"config": stored}, {"config": cfg.to_dict()})
-    cfg = ModelConfig.from_json(stored)
-    params = loaded.tree["params"]
-    _check_arrays(params, cfg, checkpoint)
-    return jax.device_put({**params, "freqs": model_tables(cfg)}), cfg
-
-
-def _unreadable(checkpoint: Path, error: Exception) -> ValueError:
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return ValueError(f"checkpoint {str(checkpoint)!r} cannot be read: {reason}")
-
-
-def _check_arrays(params: dict[str, Any], cfg: ModelConfig, checkpoint: Path) -> None:
-    """Raises ValueError naming the arrays that are missing, too many or of another shape than `cfg` says."""
-    there = {path: np.shape(leaf) for path, leaf in walk(params)}
-    need = {path: leaf.shape for path, leaf in walk(abstract_params(cfg))}
-    wrong = sorted(".".join(map(str, path)) for path in {*there, *need} if there.get(path) != need.get(path))
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r} does not fit its own configuration: {', '.join(wrong[:3])}{more} "
-            "are missing, unknown or of another shape."
-        )

@@ -29,11 +29,11 @@ class Peer(Protocol):
 
     name: str
 
-    def prefill_seconds(self, length: int) -> float:
-        """Seconds of one prefill of `length` tokens into a fresh cache, up to last-position logits."""
+    def prefill_seconds(self, prompt: Sequence[int]) -> float:
+        """Seconds of one prefill of a prompt into a fresh cache, up to last-position logits."""
 
-    def decode_seconds(self, length: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` + 1 decode steps after a context of `length` tokens."""
+    def decode_seconds(self, prompt: Sequence[int], then: Sequence[int]) -> list[float]:
+        """Seconds of each decode step that takes one of the tokens `then` after the prefilled prompt."""
 
     def logits(self, prompt: Sequence[int], then: Sequence[int] = ()) -> np.ndarray:
         """float32[1 + len(then), V]: last-position logits of the prefilled prompt, then of each token decoded alone."""
@@ -67,7 +67,7 @@ class MlxLm:
         except ImportError as error:
             hint = "pip install 'dsflash-jax[peers]'"
             raise ValueError(f"peer={self.name!r} is not installed ({error}): {hint}.") from None
-        self._mx, self._vocab = mx, cfg.vocab_size
+        self._mx = mx
         with mx.stream(mx.cpu):
             self._model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(cfg.to_dict()))
             tensors = {key: mx.array(np.asarray(value, np.float32)) for key, value in to_released(params).items()}
@@ -76,23 +76,20 @@ class MlxLm:
             self._model.eval()
             mx.eval(self._model.parameters())
 
-    def prefill_seconds(self, length: int) -> float:
-        """Seconds of one prefill of `length` tokens into a fresh cache, up to last-position logits."""
-        return self._timed(self._prompt(length), self._model.make_cache())
+    def prefill_seconds(self, prompt: Sequence[int]) -> float:
+        """Seconds of one prefill of a prompt into a fresh cache, up to last-position logits."""
+        return self._timed(prompt, self._model.make_cache())
 
-    def decode_seconds(self, length: int, steps: int) -> list[float]:
-        """Seconds of each of `steps` + 1 decode steps after a context of `length` tokens."""
+    def decode_seconds(self, prompt: Sequence[int], then: Sequence[int]) -> list[float]:
+        """Seconds of each decode step that takes one of the tokens `then` after the prefilled prompt."""
         cache = self._model.make_cache()
-        self._run(self._prompt(length), cache)
-        return [self._timed([5], cache) for _ in range(steps + 1)]
+        self._run(prompt, cache)
+        return [self._timed([token], cache) for token in then]
 
     def logits(self, prompt: Sequence[int], then: Sequence[int] = ()) -> np.ndarray:
         """float32[1 + len(then), V]: last-position logits of the prefilled prompt, then of each token decoded alone."""
         cache = self._model.make_cache()
         return np.stack([np.array(self._run(tokens, cache)) for tokens in (prompt, *([t] for t in then))])
-
-    def _prompt(self, length: int) -> list[int]:
-        return np.random.default_rng(length).integers(0, self._vocab, length).tolist()
 
     def _timed(self, tokens: Sequence[int], cache: list[Any]) -> float:
         start = time.perf_counter()

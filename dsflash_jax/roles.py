@@ -1,4 +1,4 @@
-"""The role of every layer, derived once from the configuration (report §2.3.1, Fig. 4; model.md §2.1-2.2)."""
+"""The role of every layer, derived once from the configuration (report §2.3.1, Fig. 4; docs/contract.md)."""
 
 from __future__ import annotations
 

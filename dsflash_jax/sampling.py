@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming field, value and rule."""
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite.")
+        if not 0 <= self.temperature <= _LARGEST:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite in float32.")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or a positive whole number.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie above 0 and at most at 1.")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that a random key does not hold whole: JAX keeps 32 bits and drops the rest."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be a whole number in 0..{2**32 - 1}.")
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -47,8 +54,9 @@ def filter_logits(logits: jax.Array, top_k: jax.Array | int, top_p: jax.Array | 
     kept = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)
     shares = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares
+    # The best token stays by its rank: a top_p below float32's normal range counts as 0, which nothing is below.
     # Rounding of the sum could drop the last tokens at top_p = 1, which promises to keep all.
-    kept &= (before < top_p) | (jnp.asarray(top_p) >= 1)
+    kept &= (before < top_p) | (jnp.arange(vocab) == 0) | (jnp.asarray(top_p) >= 1)
     rank = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(kept, rank, axis=-1), logits, -jnp.inf)
 

@@ -7,7 +7,7 @@ _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # a wheel has the
 
 
 def config_path(name: str | Path) -> Path:
-    """The file `name` if there is one, else the shipped configuration of that name (`lab`, `ablations/x.json`).
+    """The file `name` if there is one, else the shipped configuration of that name (`lab`, `lab.json`).
 
     Raises:
       FileNotFoundError: neither exists; the sentence lists the shipped names.
@@ -19,6 +19,5 @@ def config_path(name: str | Path) -> Path:
         for candidate in (place / given, place / f"{given}.json"):
             if candidate.is_file():
                 return candidate
-    files = [(place, path) for place in _PLACES for path in place.rglob("*.json")]
-    known = sorted({path.relative_to(place).with_suffix("").as_posix() for place, path in files})
+    known = sorted({path.stem for place in _PLACES for path in place.glob("*.json")})
     raise FileNotFoundError(f"config {str(name)!r} is neither a file nor a shipped configuration ({', '.join(known)}).")

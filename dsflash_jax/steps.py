@@ -1,17 +1,22 @@
 """The step functions: forward for training, and prefill, decode, verify and commit on functional caches.
 
-All are jitted with the config static and the cache donated: a call takes a cache and returns a cache. Jitted code
-never raises; `batch.py` validates on the host before dispatch.
+A call takes a cache and returns a cache; the one given is donated. `prefill`, `decode`, `verify` and `commit` are host
+functions over jitted ones: they look at shapes and at NumPy leaves (as `make_step` gives) and raise ValueError before
+anything is dispatched, so a refused call leaves its cache usable. Arrays on a device are not waited for, hence not
+looked into. Jitted code never raises.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
+from dsflash_jax.batch import check_accepted, check_cache, check_step, check_verified_rows
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.transformer import Transformer, commit_lengths
@@ -62,8 +67,18 @@ def forward(
 ) -> ForwardOutput:
     """Whole sequences int32[B, T] from position 0, differentiable; see `modules/whole_sequence.py`. Not jitted itself.
 
-    `dense` and `use_global` may be traced booleans. Raises ValueError for an unknown `indexer_target`.
+    `dense` and `use_global` may be traced booleans. Raises ValueError for tokens of another rank, rows that are empty
+    or longer than `max_position_embeddings`, an unknown `indexer_target`, and the two keys that reproduce the released
+    scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
     """
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be [B, T].")
+    if not 1 <= tokens.shape[1] <= cfg.max_position_embeddings:
+        limit = cfg.max_position_embeddings
+        raise ValueError(f"tokens has rows of {tokens.shape[1]}, must be 1 to max_position_embeddings={limit} long.")
+    for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
+        if getattr(cfg, name) != only:
+            raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
     if indexer_target not in ("served", "own"):
         raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
     flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
@@ -80,13 +95,18 @@ def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, l
 
 
 def prefill(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
-    """A chunk (or whole prompt) per sequence: (logits [S, V] of each sequence's last row, cache). Any chunking."""
+    """A chunk (or whole prompt) per sequence: (logits [S, V] of each sequence's last row, cache). Any chunking.
+
+    Raises ValueError for a cache of another configuration, and for slots and pages that the cache does not have.
+    """
+    check_cache(cache, cfg)
+    check_step(step, cache)
     return _step(params, cache, step, cfg, "last", True)
 
 
 def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
-    """One token per sequence: (logits [S, V], cache). The same ragged step as `prefill` with one row each."""
-    return _step(params, cache, step, cfg, "last", True)
+    """One token per sequence: (logits [S, V], cache). The same ragged step as `prefill`, with its checks."""
+    return prefill(params, cache, step, cfg)
 
 
 def lower_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> jax.stages.Lowered:
@@ -97,20 +117,34 @@ def lower_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConf
 def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
     """k rows per sequence, logits of all [T, V]; lengths stay at `start` until `commit`.
 
-    At most num_draft_tokens + 1 rows per sequence can be rolled back.
+    Raises as `prefill`, and for more than num_draft_tokens + 1 rows of a sequence, which could not be rolled back.
     """
+    check_cache(cache, cfg)
+    check_step(step, cache)
+    check_verified_rows(step, cfg)
     return _step(params, cache, step, cfg, "all", False)
 
 
+def commit(cache: ModelCache, step: StepInfo, accepted: jax.Array | Sequence[int]) -> ModelCache:
+    """Accepts the first accepted[S] rows of a verified step. Only lengths move: later rows are never read.
+
+    Raises ValueError for slots that the cache does not have, and unless each 0 <= accepted <= rows of its sequence.
+    """
+    check_step(step, cache)
+    if not isinstance(accepted, jax.Array):
+        accepted = np.asarray(accepted)
+    check_accepted(step, accepted)
+    return _commit(cache, step, accepted.astype(np.int32))
+
+
 @functools.partial(jax.jit, donate_argnames=("cache",))
-def commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCache:
-    """Accepts the first accepted[S] rows of a verified step. Only lengths move: later rows are never read."""
+def _commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCache:
     return commit_lengths(cache, step.slot, step.start + accepted)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING)
 def trace_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig):
-    """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one)."""
+    """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one). Unchecked."""
     captures: list[dict] = []
     out, cache = bind(params, cfg)(step, cache, "all", captures)
     return out, commit_lengths(cache, step.slot, step.length), captures

@@ -29,7 +29,7 @@ class StepInfo:
     replay_start: jax.Array  # [S] window keys below it are not seen
     write_floor: jax.Array  # [S] global rows that end below it are not written
     last_row: jax.Array  # [S] row of the last token, -1 = unused
-    last_chunk: jax.Array  # [S] whether the prompt ends in this step
+    last_chunk: jax.Array  # [S] whether the prompt ends in this step; for schedulers, no model code reads it
     previous_token: jax.Array  # [S] token at start - 1, -1 = none
 
     @property

@@ -104,13 +104,31 @@ def _refuse_other_contents(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """manifest.json: `facts`, versions and machine, and one entry per session that worked on the run. Returns it."""
+    """manifest.json: `facts`, versions and machine, and one entry per session that worked on the run. Returns it.
+
+    A session notes when it started and at which commit; `note_time` adds how long it worked and when it finished.
+    """
     path = folder / "manifest.json"
     before = read_json(path)["sessions"] if path.exists() else []
-    session = {"started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "git": git_state()}
+    session = {"started": _now(), "git": git_state(), "elapsed_seconds": None, "finished": None}
     manifest = {**facts, "versions": versions(), "machine": machine(), "sessions": [*before, session]}
     write_json(path, manifest)
     return manifest
+
+
+def note_time(folder: Path, seconds: float, *, finished: bool = False) -> dict[str, Any]:
+    """Notes in the last session of manifest.json how long it has worked, so that a killed one leaves a lower bound.
+
+    finished: the run ends here. Returns the manifest.
+    """
+    manifest = read_json(folder / "manifest.json")
+    manifest["sessions"][-1] |= {"elapsed_seconds": round(seconds, 1), "finished": _now() if finished else None}
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str | None]:

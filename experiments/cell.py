@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,20 +16,41 @@ import jax
 import numpy as np
 
 from dsflash_jax.analysis.cost import decode_seconds, measured_kv_bytes
-from dsflash_jax.analysis.recall import LagBuckets, bits_per_byte, coverage_summary, recall, recall_by_lag
+from dsflash_jax.analysis.recall import (
+    LagBuckets,
+    Recall,
+    answers_by_row,
+    bits_by_row,
+    bits_per_byte,
+    coverage_summary,
+    informed_guess,
+    recall,
+    recall_by_lag,
+)
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.training import checkpoints
 from dsflash_jax.training.corpus import Corpus
-from dsflash_jax.training.evaluate import HeldOut, Records, evaluate, held_out_batches, make_predictor
+from dsflash_jax.training.data import HELD_OUT_STREAM, Batch, make_batch, split_batch
+from dsflash_jax.training.evaluate import (
+    EVALUATION_SEED,
+    HeldOut,
+    Records,
+    evaluate,
+    held_out_batches,
+    make_predictor,
+)
 from dsflash_jax.training.loop import TrainResult, run_to_end, train
 from dsflash_jax.training.metrics import MetricsFile, StepMetrics, read_events, read_metrics
 from dsflash_jax.training.model import Model, package_model
 from dsflash_jax.training.optimizer import split_buffers
 from dsflash_jax.training.settings import TrainSettings
+from dsflash_jax.training.vocabulary import FIRST_VALUE
 from experiments.artifacts import read_json, write_json
 
 SOLVED = 0.95  # near and far recall from which a model counts as having solved the task
-LAG_BINS = 12  # of the recall curve
+# Rows as trained ask few far questions. So half as many rows are added in which a pair rests beyond two windows after
+# half of its occurrences, not after a tenth: four to five times as many far answers in a row, of the same kind.
+RESTING_PATIENCE, RESTING_SHARE, RESTING_STEP = 0.5, 0.5, 1  # step: another draw than the rows as trained, step 0
 DECODE_WARMUP = 8
 PROGRESS_EVERY = 10  # steps between two reports
 
@@ -40,6 +61,7 @@ Progress = Callable[..., None]
 class Effort:
     """How much a cell measures. Rows are of evaluation; probes are small evaluations during training.
 
+    recall_rows: rows of the kind trained on; `recall_batches` adds its share of resting rows.
     probe_every: steps between probes (and checkpoints). decode_contexts, decode_steps: cached tokens at which decode is
     timed, and calls timed. unrounded: also evaluate with KV that is not rounded to its format.
     """
@@ -146,7 +168,7 @@ class _Probe:
         params = checkpoints.load_plain(self._folder / "checkpoints", step).tree["params"]
         _, buffers = split_buffers(self._initial)
         predict = _predictor(as_cached(self._cell.cfg), self._cell.settings.rows, self._model)
-        found = _recall(evaluate(predict, {**params, **buffers}, self._batches), self._cell.cfg)
+        found = _recall(evaluate(predict, {**params, **buffers}, self._batches), _buckets(self._cell.cfg))
         self.last = {name: found.by_bucket[name].value or 0.0 for name in ("near", "far")}
         shares = {name: found.by_bucket[name].value for name in ("near", "far")}
         with MetricsFile(self._path) as file:
@@ -172,51 +194,91 @@ def _predictor(cfg: ModelConfig, rows: int, model: Model) -> Callable:
     return make_predictor(cfg, rows, model=model)
 
 
+def recall_batches(cell: Cell, corpus: Corpus) -> list[Batch]:
+    """The recall questions after training: rows as trained, then rows whose pairs rest longer. Equal for every model.
+
+    Raises ValueError when the rows of a batch do not divide recall_rows.
+    """
+    settings, rows = cell.settings, cell.settings.rows
+    as_trained = held_out_batches(cell.cfg, settings, corpus, cell.effort.recall_rows, rows).recall
+    resting = settings.replace(
+        rows=resting_rows(cell), patience=RESTING_PATIENCE, recall=1.0, near=0.0, needle=0.0, copy=0.0
+    )
+    more = make_batch(resting.mix(cell.cfg), corpus.held_out, EVALUATION_SEED, RESTING_STEP, HELD_OUT_STREAM)
+    return [*as_trained, *split_batch(more, rows)]
+
+
+def resting_rows(cell: Cell) -> int:
+    """Rows of evaluation whose pairs rest longer: whole batches, at least one."""
+    rows = cell.settings.rows
+    return max(1, int(RESTING_SHARE * cell.effort.recall_rows) // rows) * rows
+
+
 def _measure(cell: Cell, trained: TrainResult, corpus: Corpus, tools: Tools) -> dict[str, Any]:
     """Everything measured after training."""
     cfg, settings, effort = cell.cfg, cell.settings, cell.effort
-    held_out = held_out_batches(cfg, settings, corpus, effort.recall_rows, effort.text_rows)
+    text = held_out_batches(cfg, settings, corpus, settings.rows, effort.text_rows).text
+    held_out = HeldOut(recall_batches(cell, corpus), text)
     predict = _predictor(as_cached(cfg), settings.rows, tools.model)
-    classes = dataclasses.asdict(LagBuckets.for_model(cfg.sliding_window, cfg.num_hidden_layers))
-    result = {"parameters": _count(trained.params), "lag_classes": classes}
-    result |= _quality(predict, trained.params, held_out, cfg, with_curve=True)
+    buckets = _buckets(cfg)
+    result = {"parameters": _count(trained.params), "lag_classes": dataclasses.asdict(buckets)}
+    result["evaluation"] = {
+        "recall_rows": effort.recall_rows, "resting_rows": resting_rows(cell), "resting_patience": RESTING_PATIENCE,
+        "text_rows": effort.text_rows,
+    }
+    asked, written = _records(predict, trained.params, held_out)
+    result |= _quality(asked, written, buckets)
+    result["recall_by_lag"] = _curves(asked, buckets)
+    result["far_by_row"] = answers_by_row(asked.correct, asked.asked, asked.lag, "far", buckets)
+    result["bits_by_row"] = bits_by_row(written.nll, written.text_mask)
+    result["informed_guess"] = informed_guess(_values(held_out.recall), asked.asked, asked.lag, buckets)
     if cfg.kv_source_layer_ids:
-        off = _quality(predict, trained.params, held_out, cfg, with_curve=True, use_global=False)
-        result["global_off"] = off
+        off, written = _records(predict, trained.params, held_out, use_global=False)
+        result["global_off"] = _quality(off, written, buckets) | {"recall_by_lag": _curves(off, buckets, ("all",))}
         # Under top-k the entries left out get no attention, so a dense pass tells what the selection would have held,
         # and what recall the entries allow whatever is selected.
         dense = evaluate(predict, trained.params, held_out.recall, dense=True)
         result["coverage"] = coverage_summary(dense.coverage)
-        result["all_entries"] = {"recall": _recall(dense, cfg).as_json()}
+        result["all_entries"] = {"recall": _recall(dense, buckets).as_json()}
     if effort.unrounded:
         raw = _predictor(cfg.replace(qat=False), settings.rows, tools.model)
-        result["unrounded"] = _quality(raw, trained.params, held_out, cfg, with_curve=False)
+        result["unrounded"] = _quality(*_records(raw, trained.params, held_out), buckets)
     return {**result, **tools.cost(trained.params, cell, corpus)}
 
 
-def _quality(
-    predict: Callable, params: Any, held_out: HeldOut, cfg: ModelConfig, *, with_curve: bool, use_global: bool = True,
-) -> dict[str, Any]:
+def _records(predict: Callable, params: Any, held_out: HeldOut, *, use_global: bool = True) -> tuple[Records, Records]:
+    """What a model does on recall rows and on text."""
     asked = evaluate(predict, params, held_out.recall, use_global=use_global)
-    text = evaluate(predict, params, held_out.text, use_global=use_global)
-    found = {"bits_per_byte": bits_per_byte(text.nll, text.text_mask), "recall": _recall(asked, cfg).as_json()}
-    if with_curve:
-        found["recall_by_lag"] = _curves(asked)
-    return found
+    return asked, evaluate(predict, params, held_out.text, use_global=use_global)
 
 
-def _recall(records: Records, cfg: ModelConfig):
-    buckets = LagBuckets.for_model(cfg.sliding_window, cfg.num_hidden_layers)
+def _quality(asked: Records, text: Records, buckets: LagBuckets) -> dict[str, Any]:
+    return {"bits_per_byte": bits_per_byte(text.nll, text.text_mask), "recall": _recall(asked, buckets).as_json()}
+
+
+def _buckets(cfg: ModelConfig) -> LagBuckets:
+    return LagBuckets.for_model(cfg.sliding_window, cfg.num_hidden_layers)
+
+
+def _recall(records: Records, buckets: LagBuckets) -> Recall:
     return recall(records.correct, records.asked, records.lag, records.aligned, buckets)
 
 
-def _curves(records: Records) -> dict[str, dict[str, list[int]]]:
+def _values(batches: Sequence[Batch]) -> np.ndarray:
+    """The value shown at each position of recall rows, -1 where none: values are the last tokens of the vocabulary."""
+    tokens = np.concatenate([batch.tokens for batch in batches])
+    return np.where(tokens >= FIRST_VALUE, tokens, -1)
+
+
+def _curves(
+    records: Records, buckets: LagBuckets, sides: Sequence[str] = ("all", "aligned", "split"),
+) -> dict[str, dict[str, list[int]]]:
     """Right answers in bins of lag: all pairs, pairs within a group of two, pairs split across two; as columns."""
-    edges = np.unique(np.linspace(1, records.asked.shape[1] + 1, LAG_BINS + 1).astype(int))
-    sides = {"all": True, "aligned": records.aligned, "split": ~records.aligned}
+    edges = buckets.edges(records.asked.shape[1])
+    chosen = {"all": True, "aligned": records.aligned, "split": ~records.aligned}
     found = {}
-    for name, side in sides.items():
-        bins = recall_by_lag(records.correct, records.asked & side, records.lag, edges)
+    for name in sides:
+        bins = recall_by_lag(records.correct, records.asked & chosen[name], records.lag, edges)
         found[name] = {column: [cell[column] for cell in bins] for column in ("lag_from", "lag_to", "correct", "asked")}
     return found
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dsflash_jax.batch import Chunk, bucket, make_step
+from dsflash_jax.batch import bucket
+from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.steps import Params, decode
+from dsflash_jax.session import Session
+from dsflash_jax.steps import Params
 
 _SEQUENCE = "timed"
 
@@ -40,7 +42,11 @@ def measured_kv_bytes(cfg: ModelConfig, short: int, long: int) -> dict[str, Any]
 
 
 def decode_seconds(
-    params: Params, cfg: ModelConfig, tokens: Sequence[int], context: int, warmup: int = 8,
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Sequence[int],
+    context: int,
+    warmup: int = 8,
 ) -> dict[str, Any]:
     """Seconds of one `decode` call once the caches hold `context` tokens, batch 1.
 
@@ -52,18 +58,31 @@ def decode_seconds(
     timed = len(tokens) - context - warmup
     if context < 1 or timed < 1:
         raise ValueError(f"context={context} of {len(tokens)} tokens leaves none to time after warmup={warmup}.")
-    num_pages = bucket(-(-len(tokens) // cfg.page_size))
-    pages = PagePool(num_pages, cfg.page_size).reserve(_SEQUENCE, len(tokens))
-    cache = ModelCache.empty(cfg, num_pages, num_slots=1)
-    seconds, previous = [], -1
-    for position, token in enumerate(int(token) for token in tokens):
-        chunk = Chunk(0, [token], position, pages, previous_token=previous)
-        info = jax.block_until_ready(jax.device_put(make_step([chunk], cfg, rows=1, seqs=1, pages=num_pages)))
-        begin = time.perf_counter()
-        logits, cache = jax.block_until_ready(decode(params, cache, info, cfg))
-        seconds.append(time.perf_counter() - begin)
-        previous = token
+    num_pages = bucket(pages_for(cfg, len(tokens)))
+    session = Session(params, cfg, num_pages=num_pages, table_pages=num_pages)
+    times, logits = time_decode(session, _SEQUENCE, tokens)
     if not np.isfinite(np.asarray(logits)).all():
         raise FloatingPointError(f"logits of position {len(tokens) - 1} are not finite: the time would mean nothing.")
-    low, median, high = np.percentile(seconds[-timed:], [10, 50, 90])
+    low, median, high = np.percentile([each.step for each in times[-timed:]], [10, 50, 90])
     return {"context": context, "steps": timed, "median": float(median), "p10": float(low), "p90": float(high)}
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one decode step: building and placing its `StepInfo`, then the call until its arrays are there."""
+
+    host: float
+    step: float
+
+
+def time_decode(session: Session, sequence: Hashable, tokens: Sequence[int]) -> tuple[list[StepSeconds], jax.Array]:
+    """Appends tokens one by one to a sequence, timing each step; and the last logits [1, V]."""
+    times = []
+    for token in tokens:
+        begin = time.perf_counter()
+        planned = session.plan({sequence: [int(token)]})
+        planned = planned._replace(step=jax.block_until_ready(jax.device_put(planned.step)))
+        placed = time.perf_counter()
+        logits = session.run(planned)
+        jax.block_until_ready((logits, session.cache))
+        times.append(StepSeconds(placed - begin, time.perf_counter() - placed))
+    return times, logits

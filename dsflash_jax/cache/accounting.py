@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsflash_jax.cache.layout import CacheLayout, Member, cache_layout
-from dsflash_jax.config import ModelConfig
+from dsflash_jax.cache.layout import STATE_FORMAT, CacheLayout, Member, cache_layout
+from dsflash_jax.config import CACHES, ModelConfig
 from dsflash_jax.roles import layer_roles
 
-CACHES = ("main", "index", "window")
-# One main row of V4: 448 FP8 codes, 64 rotated BF16 values, 8 scale bytes (model.md §2.7). Only its size is compared:
-# no layout here stores it.
+POOL_SEQUENCES = 64  # slots of the pool that the report sizes where nobody says another number
+LARGEST = 2**40  # tokens and sequences that `kv_report` accepts: beyond any machine, and every size fits a float
+# One main row of V4: 448 FP8 codes, 64 rotated BF16 values, 8 scale bytes (docs/contract.md). Only its size is
+# compared: no layout here stores it.
 _V4_RECORD_BYTES = 448 + 64 * 2 + 8
 _V4_WIDTHS = (512, 64)  # head_dim and qk_rope_head_dim that such a record belongs to
 _FORMAT_ALTERNATIVES = (
@@ -37,11 +38,6 @@ def with_formats(cfg: ModelConfig, formats: Mapping[str, str] | None) -> ModelCo
     return cfg.replace(**{f"{cache}_format": name for cache, name in (formats or {}).items()})
 
 
-def pages_for(layout: CacheLayout, tokens: int) -> int:
-    """Pages that `tokens` tokens of one sequence occupy."""
-    return -(-tokens // layout.page_tokens)
-
-
 def fixed_bytes(layout: CacheLayout) -> int:
     """Bytes of a sequence whatever its length: window rings and compressor state."""
     return layout.ring_bytes + layout.state_bytes
@@ -49,7 +45,7 @@ def fixed_bytes(layout: CacheLayout) -> int:
 
 def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
     """Bytes of one sequence of `tokens` tokens: the fixed part and whole pages."""
-    return fixed_bytes(layout) + pages_for(layout, tokens) * layout.page_bytes
+    return fixed_bytes(layout) + layout.pages_for(tokens) * layout.page_bytes
 
 
 def bytes_per_token(layout: CacheLayout) -> int | float:
@@ -65,7 +61,7 @@ def human_size(nbytes: int) -> str:
 
 
 def kv_report(
-    cfg: ModelConfig, context: int, formats: Mapping[str, str] | None = None, sequences: int = 64
+    cfg: ModelConfig, context: int, formats: Mapping[str, str] | None = None, sequences: int = POOL_SEQUENCES
 ) -> dict[str, Any]:
     """All sizes of `cfg`'s caches for sequences of `context` tokens, as plain JSON types; bytes unless a key says else.
 
@@ -75,14 +71,16 @@ def kv_report(
       formats: formats that replace the configuration's, as {"main": "bf16"}.
       sequences: sequence slots of the pool.
 
-    Raises ValueError for a context or number of sequences below 1, and as `with_formats`.
+    Raises ValueError for a context or number of sequences below 1 or above LARGEST, and as `with_formats`.
     """
     for name, value in (("context", context), ("sequences", sequences)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if value > LARGEST:
+            raise ValueError(f"{name} must be at most 2^40 = {LARGEST:,}.")
     cfg = with_formats(cfg, formats)
     layout = cache_layout(cfg)
-    pages = pages_for(layout, context)
+    pages = layout.pages_for(context)
     return {
         "context_tokens": context,
         "max_position_embeddings": cfg.max_position_embeddings,
@@ -119,7 +117,7 @@ def _per_token_rows(cfg: ModelConfig, layout: CacheLayout) -> Iterator[dict[str,
             "layer": member.layer,
             "side": roles[member.layer].side,
             "cache": member.kind,
-            "format": member.format.name,
+            "format": member.facts.name,
             "width": member.width,
             "tokens_per_row": member.tokens_per_row,
             "row_bytes": member.row_bytes,
@@ -148,12 +146,12 @@ def _fixed_rows(cfg: ModelConfig, layout: CacheLayout) -> Iterator[dict[str, Any
         rings = [ring for ring in layout.ring if roles[ring.layer].side == side]
         if rings:
             yield _fixed_row(
-                "window", side, rings[0].format.name, len(rings), rings[0].rows_per_page, sum(r.nbytes for r in rings)
+                "window", side, rings[0].facts.name, len(rings), rings[0].rows_per_page, sum(r.nbytes for r in rings)
             )
     if layout.state_owners:
         sides = {roles[layer].side for layer in layout.state_owners}
         yield _fixed_row(
-            "compressor state", " and ".join(sorted(sides, reverse=True)), "fp32", len(layout.state_owners),
+            "compressor state", " and ".join(sorted(sides, reverse=True)), STATE_FORMAT, len(layout.state_owners),
             layout.state_rows, layout.state_bytes,
         )  # fmt: skip
 
@@ -184,8 +182,8 @@ def _length_row(layout: CacheLayout, tokens: int) -> dict[str, Any]:
     total = sequence_bytes(layout, tokens)
     return {
         "tokens": tokens,
-        "pages": pages_for(layout, tokens),
-        "page_bytes": pages_for(layout, tokens) * layout.page_bytes,
+        "pages": layout.pages_for(tokens),
+        "page_bytes": layout.pages_for(tokens) * layout.page_bytes,
         "fixed_bytes": fixed_bytes(layout),
         "total_bytes": total,
         "size": human_size(total),

@@ -1,21 +1,25 @@
-"""Where every cached byte lies: the one owner of cache sizes, offsets and address arithmetic.
+"""Where every cached byte lies: the one owner of cache sizes, offsets and addresses. Free of JAX (`addressing` is not).
 
 Global group (one page = `page_size` tokens): members back to back from byte 0, per KV owner main rows then index keys,
 unpadded. Ring (one page = one sequence slot): per layer `ring_rows` window rows. Released shape: 113,920 B per page
-with sources at 0 / 22,784 / 45,568 / 68,352 (model.md §2.6; deployment notes §3.4).
+with sources at 0 / 22,784 / 45,568 / 68,352; docs/cache.md derives every number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, TypeVar
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.numerics.formats import KVFormat, get_format
+from dsflash_jax.numerics.format_table import FormatFacts, format_facts
 from dsflash_jax.roles import kv_owners
+
+if TYPE_CHECKING:
+    from dsflash_jax.numerics.formats import KVFormat
+
+STATE_FORMAT = "fp32"  # of compressor state: pooling is float32 (docs/contract.md "Compressor and entries")
+Integers = TypeVar("Integers")  # an int, or an integer array of NumPy or JAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,27 +30,34 @@ class Member:
     kind: str  # "main" | "index" | "window"
     tokens_per_row: int
     width: int
-    format: KVFormat
+    facts: FormatFacts
     offset: int  # of the first row, bytes from the start of the page
     rows_per_page: int
 
     @property
+    def format(self) -> KVFormat:
+        """How its rows are packed. Imported here: sizes and offsets must not load JAX."""
+        from dsflash_jax.numerics.formats import get_format
+
+        return get_format(self.facts.name)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one packed row."""
-        return self.format.row_bytes(self.width)
+        return self.facts.row_bytes(self.width)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows of this member in one page."""
         return self.rows_per_page * self.row_bytes
 
-    def address(self, table_row: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(page, byte offset) of `entry` [..., K] through block-table rows [..., P]; page -1 where there is none."""
-        block = jnp.clip(entry // self.rows_per_page, 0, table_row.shape[-1] - 1)
-        page = jnp.take_along_axis(table_row, block, axis=-1)
-        inside = (entry >= 0) & (entry < table_row.shape[-1] * self.rows_per_page)
-        offset = self.offset + jnp.maximum(entry, 0) % self.rows_per_page * self.row_bytes
-        return jnp.where(inside, page, -1), offset
+    def row_offset(self, row: Integers) -> Integers:
+        """Byte offset in its page of the row with the running number `row` >= 0 (pages follow each other)."""
+        return self.offset + row % self.rows_per_page * self.row_bytes
+
+    def ring_address(self, slot: Integers, position: Integers) -> tuple[Integers, Integers]:
+        """(page, byte offset) of a window row in the ring arena, whose page is the sequence's slot."""
+        return slot, self.row_offset(position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +70,7 @@ class CacheLayout:
     ring: tuple[Member, ...]
     state_rows: int
     state_owners: tuple[int, ...]  # KV owners with ratio > 1: they keep un-pooled rows
-    state_width: int  # float32 values per state row: un-normed wkv x, then gate
+    state_width: int  # values per state row: un-normed wkv x, then gate
 
     @property
     def page_bytes(self) -> int:
@@ -74,7 +85,15 @@ class CacheLayout:
     @property
     def state_bytes(self) -> int:
         """Bytes of compressor state of one sequence slot."""
-        return len(self.state_owners) * self.state_rows * self.state_width * 4
+        return len(self.state_owners) * self.state_rows * format_facts(STATE_FORMAT).row_bytes(self.state_width)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that the first `tokens` tokens of a sequence occupy; a page is never shared by two."""
+        return -(-tokens // self.page_tokens)
+
+    def state_row(self, position: Integers) -> Integers:
+        """Row of a position in the compressor state."""
+        return position % self.state_rows
 
     def member(self, layer: int, kind: str) -> Member:
         """The member of `kind` owned by `layer`; KeyError if the layer owns none."""
@@ -93,7 +112,7 @@ def cache_layout(cfg: ModelConfig) -> CacheLayout:
     for role in kv_owners(cfg):
         for kind, width, name in kinds:
             rows = cfg.page_size // role.ratio
-            members.append(Member(role.layer, kind, role.ratio, width, get_format(name), offset, rows))
+            members.append(Member(role.layer, kind, role.ratio, width, format_facts(name), offset, rows))
             offset += members[-1].nbytes
     pooled = tuple(role.layer for role in kv_owners(cfg) if role.ratio > 1)
     return CacheLayout(
@@ -105,6 +124,11 @@ def cache_layout(cfg: ModelConfig) -> CacheLayout:
         state_owners=pooled,
         state_width=2 * cfg.head_dim,
     )
+
+
+def pages_for(cfg: ModelConfig, tokens: int) -> int:
+    """Global pages that the first `tokens` tokens of a sequence occupy."""
+    return cache_layout(cfg).pages_for(tokens)
 
 
 def ring_rows(cfg: ModelConfig) -> int:
@@ -119,7 +143,7 @@ def state_rows(cfg: ModelConfig) -> int:
 
 
 def _ring_members(cfg: ModelConfig) -> tuple[Member, ...]:
-    fmt, rows = get_format(cfg.window_format), ring_rows(cfg)
-    size = rows * fmt.row_bytes(cfg.head_dim)
+    facts, rows = format_facts(cfg.window_format), ring_rows(cfg)
+    size = rows * facts.row_bytes(cfg.head_dim)
     layers = range(cfg.num_hidden_layers)
-    return tuple(Member(layer, "window", 1, cfg.head_dim, fmt, layer * size, rows) for layer in layers)
+    return tuple(Member(layer, "window", 1, cfg.head_dim, facts, layer * size, rows) for layer in layers)

@@ -18,12 +18,16 @@ from dsflash_jax.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelCache:
-    """Device state of all sequences. Steps take one and return one; the old one is donated."""
+    """Device state of all sequences. Steps take one and return one; the old one is donated.
+
+    `length` is bookkeeping for the caller and for what stores or moves a sequence: steps and `commit` write it and no
+    step reads it. Where a step starts, and so which rows it may read, is what its `StepInfo` says.
+    """
 
     pages: jax.Array  # uint8[num_pages, page_bytes]
     ring: jax.Array  # uint8[num_slots, ring_bytes]
     state: jax.Array  # float32[num_slots, pooled owners, state_rows, 2 * head_dim], keyed by position % state_rows
-    length: jax.Array  # int32[num_slots] committed tokens
+    length: jax.Array  # int32[num_slots] committed tokens: kept for callers, a step reads its StepInfo only
 
     @classmethod
     def abstract(cls, cfg: ModelConfig, num_pages: int, num_slots: int, page_bytes: int | None = None) -> ModelCache:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 
 class PagePool:
@@ -35,18 +35,25 @@ class PagePool:
 
         Raises ValueError, without having given anything, if the pool has too few free pages.
         """
-        if tokens < 0:
-            raise ValueError(f"tokens={tokens} of sequence {sequence!r} must not be negative.")
-        have = len(self._held.get(sequence, ()))
-        need = -(-tokens // self.page_tokens) - have
-        if need > self.num_free:
-            raise ValueError(
-                f"sequence {sequence!r} needs {need} more pages of {self.page_tokens} for {tokens} tokens, "
-                f"have {self.num_free} free of {self.num_pages}: release a sequence or take a larger pool."
-            )
-        held = self._held.setdefault(sequence, [])
-        held.extend(heapq.heappop(self._free) for _ in range(need))
-        return tuple(held)
+        self.reserve_all({sequence: tokens})
+        return self.pages(sequence)
+
+    def reserve_all(self, lengths: Mapping[Hashable, int]) -> None:
+        """As `reserve` for several sequences, name -> tokens: all of them get their pages, or none does."""
+        free, needs = self.num_free, {}
+        for sequence, tokens in lengths.items():
+            if tokens < 0:
+                raise ValueError(f"tokens={tokens} of sequence {sequence!r} must not be negative.")
+            have = len(self._held.get(sequence, ()))
+            needs[sequence] = need = max(0, -(-tokens // self.page_tokens) - have)
+            if need > free:
+                raise ValueError(
+                    f"sequence {sequence!r} needs {need} more pages of {self.page_tokens} for {tokens} tokens, "
+                    f"have {free} free of {self.num_pages}: release a sequence or take a larger pool."
+                )
+            free -= need
+        for sequence, need in needs.items():
+            self._held.setdefault(sequence, []).extend(heapq.heappop(self._free) for _ in range(need))
 
     def release(self, sequence: Hashable) -> tuple[int, ...]:
         """Takes back all pages of a sequence and returns them.

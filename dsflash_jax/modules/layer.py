@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from dsflash_jax.cache.addressing import entry_address, member_address, unpack_member
 from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
@@ -26,6 +27,10 @@ from dsflash_jax.ops.sparse_attention import (
 )
 from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
+
+# Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
+# has rows enough to share it.
+DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 8
 
 
 @jax.tree_util.register_dataclass
@@ -89,9 +94,8 @@ def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cac
     history = cfg.sliding_window - 1
     fresh = member.format.pack(attn.window_latent(x, rope))
     old_position = step.start[:, None] - history + jnp.arange(history)
-    old_offset = member.offset + old_position % member.rows_per_page * member.row_bytes
     slot = jnp.broadcast_to(step.slot[:, None], old_position.shape)
-    old = read_bytes(cache.ring, slot, old_offset, member.row_bytes)
+    old = read_bytes(cache.ring, *member.ring_address(slot, old_position), member.row_bytes)
     packed = interleave_history(step, old, fresh)
     seq = step.row_to_seq
     own = history_index(step, seq, step.positions, history)
@@ -101,8 +105,7 @@ def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cac
     window = BandSource(member.format.unpack(packed, member.width), first, last, cfg.sliding_window)
     # Only the last `rows_per_page` rows of a sequence are written: earlier ones would share their addresses.
     keep = (step.positions >= 0) & (step.positions >= step.length[seq] - member.rows_per_page)
-    page = jnp.where(keep, step.slot[seq], -1)
-    offset = member.offset + jnp.maximum(step.positions, 0) % member.rows_per_page * member.row_bytes
+    page, offset = member.ring_address(jnp.where(keep, step.slot[seq], -1), jnp.maximum(step.positions, 0))
     # Taken from the table, so that the write depends on the read of the old rows: otherwise XLA may order the read
     # last and keep a copy of the whole ring for it.
     rows = packed[jnp.maximum(own, 0)]
@@ -119,15 +122,15 @@ def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: 
         latent = attn.compressor.norm(attn.compressor.wkv(x))
     else:
         latent, cache = _pool_groups(attn, x, row, position, context, cache)
-    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (model.md §2.4)
+    rope = context.rope(role.rope, position - (role.ratio - 1))  # the group's first token (contract.md, Positions)
     rows = {"main": apply_rope(latent, *rope), "index": attn.indexer.key(latent, rope)}
     seq = step.row_to_seq[row]
     entry = jnp.where(position >= step.write_floor[seq], position // role.ratio, -1)
     pages = cache.pages
     for kind, values in rows.items():
         member = cache_layout(cfg).member(role.layer, kind)
-        page, offset = member.address(step.block_tables[GLOBAL_GROUP][seq], entry[:, None])
-        pages = write_bytes(pages, page[:, 0], offset[:, 0], member.format.pack(values))
+        page, offset = entry_address(member, step.block_tables[GLOBAL_GROUP], seq, entry)
+        pages = write_bytes(pages, page, offset, member.format.pack(values))
     return dataclasses.replace(cache, pages=pages)
 
 
@@ -137,21 +140,22 @@ def _pool_groups(
     """(latents [G, D] in x's dtype, cache with this step's un-pooled rows stored), for ratio > 1."""
     role, cfg, step = attn.role, attn.cfg, context.step
     layout = cache_layout(cfg)
-    owner, history, kept = layout.state_owners.index(role.layer), role.ratio - 1, layout.state_rows
+    owner, history = layout.state_owners.index(role.layer), role.ratio - 1
     fresh = attn.compressor.rows(x)
     old_position = step.start[:, None] - history + jnp.arange(history)
-    old = cache.state[jnp.maximum(step.slot, 0)[:, None], owner, old_position % kept]
+    old = cache.state[jnp.maximum(step.slot, 0)[:, None], owner, layout.state_row(old_position)]
     table = interleave_history(step, old, fresh)
     members = position[:, None] - history + jnp.arange(role.ratio)
     index = history_index(step, step.row_to_seq[row][:, None], members, history)
     values, gate = jnp.split(table[jnp.maximum(index, 0)], 2, axis=-1)
     latent = attn.compressor.norm(pool(values, gate).astype(x.dtype))
-    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - kept)
+    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - layout.state_rows)
     slot = jnp.where(keep, step.slot[step.row_to_seq], cache.state.shape[0])
     # From the table, as in `_window`: the write must follow the read of the old rows.
     own = history_index(step, step.row_to_seq, step.positions, history)
     rows = table[jnp.maximum(own, 0)]
-    state = cache.state.at[slot, owner, jnp.maximum(step.positions, 0) % kept].set(rows, mode="drop")
+    place = layout.state_row(jnp.maximum(step.positions, 0))
+    state = cache.state.at[slot, owner, place].set(rows, mode="drop")
     return latent, dataclasses.replace(cache, state=state)
 
 
@@ -164,15 +168,13 @@ def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, k
     rows, picks = selection.shape
     table_bytes = 4 * step.num_seqs * entries * member.width
     if rows * picks < step.num_seqs * entries or table_bytes > cfg.scratch_bytes:
-        page, offset = member.address(tables[step.row_to_seq], selection)
+        page, offset = entry_address(member, tables, step.row_to_seq[:, None], selection)
         return RowSource(pages, page, offset, member.format, member.width)
     table = _unpack_tables(tables, pages, member).reshape(step.num_seqs, entries, member.width)
-    # A dense product over the whole table costs about as much per key as 1/8 of a picked key (two CPU cores).
-    dense = context.tiles.rows.shape[1] >= 16 and entries <= 8 * picks
+    dense = context.tiles.rows.shape[1] >= DENSE_TILE_ROWS and entries <= DENSE_KEYS_PER_PICK * picks
     return MaskedTableSource(table, selection, entries) if dense else TableSource(table, selection)
 
 
 def _unpack_tables(tables: jax.Array, pages: jax.Array, member: Member) -> jax.Array:
     """All rows of `member` reachable through block tables [S, P]: float32[S * P * rows_per_page, D]."""
-    packed = read_bytes(pages, tables, jnp.full_like(tables, member.offset), member.nbytes)
-    return member.format.unpack(packed.reshape(-1, member.row_bytes), member.width)
+    return unpack_member(member, read_bytes(pages, *member_address(member, tables)))

@@ -50,7 +50,7 @@ class SharedExpert(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Shared expert plus the chosen routed experts, summed in float32 (model.md §7)."""
+    """Shared expert plus the chosen routed experts, summed in float32 (contract.md, experts)."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsflash_jax.cache.addressing import entry_address, member_address, unpack_member
 from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
 from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
+from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
 from dsflash_jax.ops.rows import read_bytes, read_rows
 from dsflash_jax.ops.topk import select_topk
 from dsflash_jax.roles import LayerRole, kv_owners
@@ -32,12 +34,19 @@ def table_entries(step: StepInfo, member: Member) -> int:
     return step.block_tables[GLOBAL_GROUP].shape[1] * member.rows_per_page
 
 
+MAX_TILE_ROWS = 128  # more rows make the products no faster and read more keys that only some of the rows see
+_SCORE_ARRAYS = 4  # float32 [rows, entries] alive at once: summed, masked, made canonical, ranked
+
+
 def tile_rows(step: StepInfo, cfg: ModelConfig) -> int:
-    """Query rows per tile: the mean rows per sequence, bounded so that one tile's scores fit the scratch budget."""
+    """Query rows per tile: the mean rows per sequence, bounded so that one tile's scores fit the scratch budget.
+
+    The scores of single heads do not count: `_table_scores` makes them for a few pages at a time.
+    """
     entries = max((table_entries(step, m) for m in cache_layout(cfg).members), default=1)
     share = max(1, step.num_rows // step.num_seqs)
-    budget = max(1, cfg.scratch_bytes // (4 * entries * (cfg.index_n_heads + 4)))
-    return min(1 << (share - 1).bit_length(), 1 << (budget.bit_length() - 1), 128)
+    budget = max(1, cfg.scratch_bytes // (4 * _SCORE_ARRAYS * entries))
+    return min(1 << (share - 1).bit_length(), 1 << (budget.bit_length() - 1), MAX_TILE_ROWS)
 
 
 def select(
@@ -75,18 +84,24 @@ def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
     table_row = step.block_tables[GLOBAL_GROUP][seq]
     member = cache_layout(cfg).member(role.kv_source, "index")
     blocks = None if pool is None else pool[row]
-    if blocks is not None and not keep_scores and rows.shape[0] * blocks.shape[1] * cfg.candidate_block_size < width:
+    pool_entries = 0 if pool is None else rows.shape[0] * pool.shape[1] * cfg.candidate_block_size
+    if 0 < pool_entries < width and not keep_scores and not cfg.stale_index_keys:
         return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
-    scores = _table_scores(q, weights, pages, table_row, member, cfg)
-    if cfg.stale_index_keys:
-        scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
-    scores = mask_invisible(scores, visible)
-    if blocks is not None:
-        scores = jnp.where(block_mask(blocks, width, cfg.candidate_block_size), scores, -jnp.inf)
-    candidates = None
-    if role.builds_candidates:
-        candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-    return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    def run(entries: int):
+        scores = _table_scores(q, weights, pages, table_row[: entries // member.rows_per_page], member, cfg)
+        if cfg.stale_index_keys:
+            scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
+        scores = mask_invisible(scores, visible)
+        if blocks is not None:
+            scores = jnp.where(block_mask(blocks, entries, cfg.candidate_block_size), scores, -jnp.inf)
+        candidates = None
+        if role.builds_candidates:
+            candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
+        return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+
+    sizes = [width] if keep_scores else prefix_sizes(width, member.rows_per_page)
+    return run_prefix(jnp.max(visible), sizes, run)
 
 
 def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:
@@ -96,9 +111,7 @@ def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig
     chunk = max(1, min(num_pages, cfg.scratch_bytes // per_page))
 
     def one(chunk_pages: jax.Array) -> jax.Array:
-        packed = read_bytes(pages, chunk_pages, jnp.full_like(chunk_pages, member.offset), member.nbytes)
-        packed = packed.reshape(-1, member.row_bytes)
-        keys = member.format.unpack(packed, member.width)
+        keys = unpack_member(member, read_bytes(pages, *member_address(member, chunk_pages)))
         return index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
 
     if chunk == num_pages:
@@ -113,7 +126,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
     """Top-k among the entries of the candidate blocks only; reads just those keys."""
     entries = block_entries(blocks, cfg.candidate_block_size)
     entries = jnp.where(entries < visible[:, None], entries, -1)
-    page, offset = member.address(jnp.broadcast_to(table_row, (q.shape[0], table_row.shape[0])), entries)
+    page, offset = entry_address(member, table_row[None], 0, entries)
     keys = read_rows(pages, page, offset, member.format, member.width)
     scores = index_scores(q, weights, keys.astype(q.dtype), cfg.score_dtype)
     picked = select_topk(jnp.where(entries >= 0, scores, -jnp.inf), cfg.index_topk)
@@ -123,7 +136,7 @@ def _select_in_pool(q, weights, blocks, visible, pages, table_row, member: Membe
 def _stale_scores(scores, q, weights, positions, start, pages, table_row, role: LayerRole, cfg: ModelConfig):
     """Replaces the scores of decode rows with an open group by those against the last published foreign keys.
 
-    The released code refreshes one shared key slot only when a group completes (golden numerics "Stale index keys").
+    The released code refreshes one shared key slot only when a group completes (see decisions.md).
     """
     width = scores.shape[1]
     undecided = (start > 0) & ((positions + 1) % role.ratio != 0)

@@ -18,7 +18,7 @@ from dsflash_jax.modules.moe import MoE
 from dsflash_jax.modules.selection import tile_rows
 from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.ops.hyper_connections import collapse
-from dsflash_jax.ops.rope import model_tables
+from dsflash_jax.ops.rope import table_buffers
 from dsflash_jax.roles import LayerRole, layer_roles
 from dsflash_jax.types import Published, StepInfo
 
@@ -34,14 +34,14 @@ class RopeTable(nnx.Module):
     """cos and sin of one RoPE policy, float32[max positions, width / 2]."""
 
     def __init__(self, cos: jax.Array, sin: jax.Array):
-        self.cos, self.sin = Buffer(jnp.asarray(cos)), Buffer(jnp.asarray(sin))
+        self.cos, self.sin = Buffer(cos), Buffer(sin)
 
 
 class Freqs(nnx.Module):
     """The two RoPE tables of a model."""
 
     def __init__(self, cfg: ModelConfig):
-        tables = model_tables(cfg)
+        tables = table_buffers(cfg)
         self.swa = RopeTable(**tables["swa"])
         self.compressed = RopeTable(**tables["compressed"])
 
@@ -103,9 +103,11 @@ class Transformer(nnx.Module):
     def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
         """Runs the step: (float32 logits, cache).
 
-        `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]. `captures`, when given, receives one
-        dict of intermediate arrays per layer and a final one.
+        `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]; ValueError for anything else.
+        `captures`, when given, receives one dict of intermediate arrays per layer and a final one.
         """
+        if logits not in ("last", "all"):
+            raise ValueError(f'logits={logits!r} must be "last" or "all".')
         before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), step.tokens[:-1]])
         at_start = step.positions == step.start[step.row_to_seq]
         previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)

@@ -5,7 +5,6 @@ Selection is a mask over all entries instead of a gather, so everything is dense
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -39,9 +38,8 @@ class Flags(NamedTuple):
     use_global: jax.Array  # bool[]: False switches the global branch off
 
 
-@dataclasses.dataclass
-class _Source:
-    """What the latest sources left: entries of the KV owner, and the index source's scores, selection and targets."""
+class _Carried(NamedTuple):
+    """Handed from layer to layer: what the latest KV owner and the latest index source left, and coverage so far."""
 
     entries: jax.Array | None = None  # [B, E, D]
     keys: jax.Array | None = None  # [B, E, Di]
@@ -49,7 +47,8 @@ class _Source:
     visible: jax.Array | None = None  # bool[B, T, E]
     selected: jax.Array | None = None  # bool[B, T, E]
     pool: jax.Array | None = None  # bool[B, T, E], the candidate pool
-    targets: list[jax.Array] = dataclasses.field(default_factory=list)  # attention of each served layer
+    targets: tuple[jax.Array, ...] = ()  # attention [B, T, E] of each layer that the selection served so far
+    coverage: tuple[jax.Array, ...] = ()  # of every layer with a global branch so far
 
 
 def whole_sequence(model: Transformer, tokens: jax.Array, flags: Flags, indexer_target: str) -> ForwardOutput:
@@ -63,39 +62,44 @@ def whole_sequence(model: Transformer, tokens: jax.Array, flags: Flags, indexer_
     streams, pre = initial_streams(model.embed_tokens(tokens, previous), cfg)
     length = tokens.shape[1]
     ropes = {name: (cos[:length], sin[:length]) for name, (cos, sin) in model.freqs.by_name().items()}
-    source, losses, coverage = _Source(), [], []
+    carried, losses = _Carried(), []
     for layer in model.layers:
         if layer.attn.role.indexes:
-            losses += _indexer_losses(source, flags, indexer_target)
-        streams, pre = _layer(layer, streams, pre, ropes, source, flags, coverage)
-    losses += _indexer_losses(source, flags, indexer_target)
+            losses += _indexer_losses(carried, flags, indexer_target)
+        streams, pre, carried = _layer(layer, streams, pre, ropes, carried, flags)
+    losses += _indexer_losses(carried, flags, indexer_target)
     zero = jnp.zeros((), jnp.float32)
     return ForwardOutput(
         model.logits(streams, pre),
         sum(losses, zero) / max(len(losses), 1),
-        jnp.stack(coverage) if coverage else jnp.zeros((0,), jnp.float32),
+        jnp.stack(carried.coverage) if carried.coverage else jnp.zeros((0,), jnp.float32),
     )
 
 
-def _layer(layer: Layer, streams, pre, ropes: dict[str, Rope], source: _Source, flags: Flags, coverage: list):
+def _layer(layer: Layer, streams, pre, ropes: dict[str, Rope], carried: _Carried, flags: Flags):
     cfg = layer.attn.cfg
 
     def attention(x: jax.Array) -> jax.Array:
-        return _attention(layer.attn, layer.attn_norm(x), ropes[layer.attn.role.rope], source, flags, coverage)
+        nonlocal carried
+        out, carried = _attention(layer.attn, layer.attn_norm(x), ropes[layer.attn.role.rope], carried, flags)
+        return out
 
     def feed_forward(x: jax.Array) -> jax.Array:
         flat = layer.ffn_norm(x).reshape(-1, x.shape[-1])
         return layer.ffn(flat, training=True).reshape(x.shape)
 
     streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg)
-    return run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg)
+    streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg)
+    return streams, pre, carried
 
 
 def _rounded(values: jax.Array, format_name: str, cfg: ModelConfig) -> jax.Array:
     return straight_through(get_format(format_name), values) if cfg.qat else values
 
 
-def _attention(attn: Attention, x: jax.Array, rope: Rope, source: _Source, flags: Flags, coverage: list) -> jax.Array:
+def _attention(
+    attn: Attention, x: jax.Array, rope: Rope, carried: _Carried, flags: Flags
+) -> tuple[jax.Array, _Carried]:
     role, cfg = attn.role, attn.cfg
     q, qr = attn.query(x, rope)
     keys = _rounded(attn.window_latent(x, rope), cfg.window_format, cfg)
@@ -103,19 +107,19 @@ def _attention(attn: Attention, x: jax.Array, rope: Rope, source: _Source, flags
     age = position[:, None] - position[None, :]
     window = jnp.broadcast_to((age >= 0) & (age < cfg.sliding_window), (x.shape[0], *age.shape))
     if role.owns_kv:
-        _publish_entries(attn, x, rope, source)
+        carried = _publish_entries(attn, x, rope, carried)
     if role.indexes:
-        _publish_selection(attn, x, qr, rope, source)
+        carried = _publish_selection(attn, x, qr, rope, carried)
     if not role.ratio:
-        return attn.output(_dense(attn, q, keys, window)[0], rope)
-    entries = (source.visible & (source.selected | flags.dense)) & flags.use_global
-    both = jnp.concatenate([keys, source.entries.astype(keys.dtype)], axis=1)
+        return attn.output(_dense(attn, q, keys, window)[0], rope), carried
+    entries = (carried.visible & (carried.selected | flags.dense)) & flags.use_global
+    both = jnp.concatenate([keys, carried.entries.astype(keys.dtype)], axis=1)
     out, weights = _dense(attn, q, both, jnp.concatenate([window, entries], axis=-1))
     mass = jax.lax.stop_gradient(jnp.sum(weights[..., x.shape[1] :], axis=2))  # [B, T, E], summed over heads
-    source.targets.append(mass)
-    held, total = jnp.sum(jnp.where(source.selected, mass, 0.0)), jnp.sum(mass)
-    coverage.append(jnp.where(total > 0, held / jnp.maximum(total, 1e-20), 1.0))
-    return attn.output(out, rope)
+    held, total = jnp.sum(jnp.where(carried.selected, mass, 0.0)), jnp.sum(mass)
+    share = jnp.where(total > 0, held / jnp.maximum(total, 1e-20), 1.0)
+    carried = carried._replace(targets=(*carried.targets, mass), coverage=(*carried.coverage, share))
+    return attn.output(out, rope), carried
 
 
 def _dense(attn: Attention, q: jax.Array, keys: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -126,10 +130,15 @@ def _dense(attn: Attention, q: jax.Array, keys: jax.Array, valid: jax.Array) -> 
     return (out / denominator).astype(q.dtype), weights / denominator
 
 
-def _publish_entries(attn: Attention, x: jax.Array, rope: Rope, source: _Source) -> None:
-    """Entries and index keys of every complete group. The indexer sees a detached latent."""
+def _publish_entries(attn: Attention, x: jax.Array, rope: Rope, carried: _Carried) -> _Carried:
+    """Entries and index keys of every complete group. The indexer sees a detached latent.
+
+    Rows shorter than a group are padded to one entry, which no query sees: an axis of length 0 has no maximum.
+    """
     role, cfg = attn.role, attn.cfg
-    groups = x.shape[1] // role.ratio
+    groups = max(1, x.shape[1] // role.ratio)
+    if x.shape[1] < role.ratio:
+        x = jnp.pad(x, ((0, 0), (0, role.ratio - x.shape[1]), (0, 0)))
     if role.ratio == 1:
         latent = attn.compressor.wkv(x)
     else:
@@ -138,42 +147,48 @@ def _publish_entries(attn: Attention, x: jax.Array, rope: Rope, source: _Source)
         latent = pool(values, gate).astype(x.dtype)
     latent = attn.compressor.norm(latent)
     first = tuple(table[: groups * role.ratio : role.ratio] for table in rope)
-    source.entries = _rounded(apply_rope(latent, *first), cfg.main_format, cfg)
-    source.keys = _rounded(attn.indexer.key(jax.lax.stop_gradient(latent), first), cfg.index_format, cfg)
+    entries = _rounded(apply_rope(latent, *first), cfg.main_format, cfg)
+    keys = _rounded(attn.indexer.key(jax.lax.stop_gradient(latent), first), cfg.index_format, cfg)
+    return carried._replace(entries=entries, keys=keys)
 
 
-def _publish_selection(attn: Attention, x: jax.Array, qr: jax.Array, rope: Rope, source: _Source) -> None:
+def _publish_selection(attn: Attention, x: jax.Array, qr: jax.Array, rope: Rope, carried: _Carried) -> _Carried:
     """Scores and the selected set. Hidden state and query latent are detached: only the KL trains the indexer."""
     role, cfg = attn.role, attn.cfg
     query = attn.indexer.query(jax.lax.stop_gradient(x), jax.lax.stop_gradient(qr), rope, rounded=cfg.qat)
-    dots = einsum_f32("bthd,bed->bthe", query.q, source.keys.astype(query.q.dtype))
-    source.scores = jnp.sum(jnp.maximum(dots, 0) * query.weights[..., None], axis=2)
-    batch, length, width = source.scores.shape
+    dots = einsum_f32("bthd,bed->bthe", query.q, carried.keys.astype(query.q.dtype))
+    scores = jnp.sum(jnp.maximum(dots, 0) * query.weights[..., None], axis=2)
+    batch, length, width = scores.shape
     visible = jnp.tile(visible_entries(jnp.arange(length), role.ratio), batch)
-    flat = mask_invisible(jax.lax.stop_gradient(source.scores).reshape(-1, width), visible)
+    flat = mask_invisible(jax.lax.stop_gradient(scores).reshape(-1, width), visible)
+    pool_BxTxE = carried.pool
     if role.reads_candidates:
-        flat = jnp.where(source.pool.reshape(flat.shape), flat, -jnp.inf)
+        flat = jnp.where(pool_BxTxE.reshape(flat.shape), flat, -jnp.inf)
     if role.builds_candidates:
         blocks = candidate_blocks(flat, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-        source.pool = block_mask(blocks, width, cfg.candidate_block_size).reshape(source.scores.shape)
-    source.visible = (jnp.arange(width) < visible[:, None]).reshape(source.scores.shape)
-    source.selected = topk_mask(flat, cfg.index_topk).reshape(source.scores.shape)
-    source.targets = []
+        pool_BxTxE = block_mask(blocks, width, cfg.candidate_block_size).reshape(scores.shape)
+    return carried._replace(
+        scores=scores,
+        visible=(jnp.arange(width) < visible[:, None]).reshape(scores.shape),
+        selected=topk_mask(flat, cfg.index_topk).reshape(scores.shape),
+        pool=pool_BxTxE,
+        targets=(),
+    )
 
 
-def _indexer_losses(source: _Source, flags: Flags, indexer_target: str) -> list[jax.Array]:
+def _indexer_losses(carried: _Carried, flags: Flags, indexer_target: str) -> list[jax.Array]:
     """KL(attention of the served layers || softmax of the index scores) of the latest index source, if there is one.
 
-    Over all visible entries while dense, else over the selected ones (model.md §5.1); window keys take no part.
+    Over all visible entries while dense, else over the selected ones (report §2.3.1); window keys take no part.
     """
-    if source.scores is None or not source.targets:
+    if carried.scores is None or not carried.targets:
         return []
-    targets = source.targets if indexer_target == "served" else source.targets[:1]
-    within = source.visible & (source.selected | flags.dense)
+    targets = carried.targets if indexer_target == "served" else carried.targets[:1]
+    within = carried.visible & (carried.selected | flags.dense)
     target = jnp.where(within, sum(t / jnp.maximum(jnp.sum(t, -1, keepdims=True), 1e-20) for t in targets), 0.0)
     target = target / jnp.maximum(jnp.sum(target, axis=-1, keepdims=True), 1e-20)
     any_entry = jnp.any(within, axis=-1)
-    scores = jnp.where(within, source.scores, -jnp.inf)
+    scores = jnp.where(within, carried.scores, -jnp.inf)
     scores = jnp.where(any_entry[..., None], scores, 0.0)
     log_q = jnp.where(within, jax.nn.log_softmax(scores, axis=-1), 0.0)
     log_p = jnp.log(jnp.maximum(target, 1e-20))

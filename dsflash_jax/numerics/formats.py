@@ -1,7 +1,6 @@
-"""How one cache row is packed into bytes: the registry of KV formats.
+"""How one cache row is packed into bytes: the formats of `format_table` with the arithmetic of their codes.
 
-A format is a code for the elements, a code for the scales and the number of elements that share a scale. A packed row
-is all element codes, then all scales. Widths and bytes: model.md §2.6-2.7; rounding: golden README §6 "Quantisers".
+Rounding rules: docs/contract.md "Rounding of what is kept"; tests/golden/units_quant.npz holds the reference's results.
 """
 
 import dataclasses
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsflash_jax.numerics import minifloat
+from dsflash_jax.numerics.format_table import CODE_BITS, FORMAT_NAMES, FormatFacts, format_facts
 from dsflash_jax.numerics.minifloat import E2M1, E4M3, Minifloat, WideFloat
 
 
@@ -34,10 +34,10 @@ class Scale(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PowerOfTwoScale:
-    """UE8M0: the smallest power of two that clips nothing. floor: smallest amax, so that no scale is zero (B56)."""
+    """UE8M0: the smallest power of two that clips nothing. floor: smallest amax, so that no scale is zero."""
 
     floor: float
-    bits: int = 8
+    bits: int = CODE_BITS["e8m0"]
 
     def encode(self, amax: jax.Array, largest: float) -> jax.Array:
         return minifloat.ue8m0_ceil(amax, largest)
@@ -54,7 +54,7 @@ class E4M3Scale:
     """E4M3, rounded to nearest: it may round down and clip the group's largest value. Saturates at 448."""
 
     floor: float
-    bits: int = 8
+    bits: int = CODE_BITS["e4m3"]
 
     def encode(self, amax: jax.Array, largest: float) -> jax.Array:
         return E4M3.encode(minifloat.true_divide(amax, largest))
@@ -71,7 +71,7 @@ class Float32Scale:
     """A little-endian float32, amax / largest."""
 
     floor: float
-    bits: int = 32
+    bits: int = CODE_BITS["float32"]
 
     def encode(self, amax: jax.Array, largest: float) -> jax.Array:
         return minifloat.float_bits(minifloat.true_divide(amax, largest))
@@ -84,29 +84,14 @@ class Float32Scale:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVFormat:
+class KVFormat(FormatFacts):
     """Packs rows of a cache. Hashable: meant as a static field or static jit argument.
 
-    name: registry key. element: code of the values. scale: code of the scales, None = no scale.
-    group: elements per scale, None = the whole row.
+    element: code of the values. scale: code of the scales, None = no scale.
     """
 
-    name: str
     element: Minifloat | WideFloat
-    scale: Scale | None = None
-    group: int | None = None
-
-    def check_width(self, width: int) -> None:
-        """Raises ValueError if rows of `width` elements cannot be packed."""
-        if width < 1:
-            raise ValueError(f"width {width} of a {self.name} row is not positive")
-        if self.group is not None and width % self.group:
-            raise ValueError(f"width {width} is not a multiple of the {self.name} group of {self.group}")
-
-    def row_bytes(self, width: int) -> int:
-        """Bytes of one packed row of `width` elements."""
-        self.check_width(width)
-        return (width * self.element.bits + self._num_groups(width) * self._scale_bits) // 8
+    scale: Scale | None
 
     def pack(self, x: jax.Array) -> jax.Array:
         """float32 or bfloat16 [..., D] -> uint8 [..., row_bytes(D)]."""
@@ -132,15 +117,8 @@ class KVFormat:
         """Values that a cache would give back, in x's dtype: unpack(pack(x)) bit for bit, without the bytes."""
         return self._dequantise(*self._quantise(x)).astype(x.dtype)
 
-    @property
-    def _scale_bits(self) -> int:
-        return 0 if self.scale is None else self.scale.bits
-
-    def _num_groups(self, width: int) -> int:
-        return 1 if self.group is None else width // self.group
-
     def _grouped(self, x: jax.Array) -> jax.Array:
-        groups = self._num_groups(x.shape[-1])
+        groups = self.num_groups(x.shape[-1])
         return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
     def _quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -192,31 +170,28 @@ def _bytes_to_codes(data: jax.Array, bits: int) -> jax.Array:
     return lanes.reshape(*data.shape[:-1], data.shape[-1] * 8 // bits)
 
 
-_FORMATS = {
-    fmt.name: fmt
-    for fmt in (
-        KVFormat("fp4_e4m3", E2M1, E4M3Scale(floor=6 * 2.0**-9), group=16),
-        KVFormat("mxfp4", E2M1, PowerOfTwoScale(floor=6 * 2.0**-126), group=32),
-        KVFormat("mxfp8", E4M3, PowerOfTwoScale(floor=1e-4), group=32),
-        KVFormat("fp8_fp32", E4M3, Float32Scale(floor=1e-4)),
-        KVFormat("bf16", WideFloat(bits=16)),
-        KVFormat("fp32", WideFloat(bits=32)),
-    )
-}
+_ELEMENTS = {"e2m1": E2M1, "e4m3": E4M3} | {wide: WideFloat(CODE_BITS[wide]) for wide in ("bfloat16", "float32")}
+_SCALES = {"e4m3": E4M3Scale, "e8m0": PowerOfTwoScale, "float32": Float32Scale}
 
-FORMAT_NAMES = tuple(_FORMATS)
+
+def _with_codes(facts: FormatFacts) -> KVFormat:
+    scale = None if facts.scale_code is None else _SCALES[facts.scale_code](floor=facts.amax_floor)
+    return KVFormat(**dataclasses.asdict(facts), element=_ELEMENTS[facts.element_code], scale=scale)
+
+
+_FORMATS = {name: _with_codes(format_facts(name)) for name in FORMAT_NAMES}
 
 
 def get_format(name: str) -> KVFormat:
     """The format of that name; ValueError lists the known names otherwise."""
-    if name not in _FORMATS:
-        raise ValueError(f"unknown KV format {name!r}; known formats: {', '.join(FORMAT_NAMES)}")
-    return _FORMATS[name]
+    return _FORMATS[format_facts(name).name]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def straight_through(fmt: KVFormat, x: jax.Array) -> jax.Array:
-    """fmt.fake_quant(x) whose gradient is the identity (model.md §5.2), for training that sees what the cache stores.
+    """fmt.fake_quant(x) whose gradient is the identity, for training that sees what the cache stores.
+
+    The report trains with rounded KV (R §2.4.4); that the gradient passes straight through is presumed, not published.
 
     A custom rule instead of `x + stop_gradient(q - x)`, which neither rounds to q exactly nor keeps -0.
     """

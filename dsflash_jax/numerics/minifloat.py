@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from dsflash_jax.numerics.format_table import CODE_BITS, E2M1_LARGEST
+
 FLOAT32_MANTISSA_BITS = 23
 FLOAT32_BIAS = 127
 MAGNITUDE_MASK = 0x7FFFFFFF
 SMALLEST_NORMAL_BITS = 1 << FLOAT32_MANTISSA_BITS
 MANTISSA_MASK = SMALLEST_NORMAL_BITS - 1
+QUIET_NAN_BITS = 0x7FC00000
 HALF_BITS = (FLOAT32_BIAS - 1) << FLOAT32_MANTISSA_BITS  # bit pattern of 0.5
 
 
@@ -66,7 +69,7 @@ class Minifloat:
     def encode(self, x: jax.Array) -> jax.Array:
         """float32 -> uint32 codes of any shape; ties go to the even code, the sign of zero is kept.
 
-        Clamps to +-largest first: E4M3's own overflow is NaN (B55).
+        Clamps to +-largest first: E4M3's own overflow is NaN.
         """
         bits = float_bits(x)
         magnitude = jnp.minimum(bits_to_float(bits & MAGNITUDE_MASK), self.largest)
@@ -87,12 +90,12 @@ class Minifloat:
         subnormal = float_bits(magnitude.astype(jnp.float32) * step)
         value = jnp.where(magnitude < (1 << self.mantissa_bits), subnormal, normal)
         if self.has_nan:
-            value = jnp.where(magnitude == (1 << (self.bits - 1)) - 1, jnp.uint32(0x7FC00000), value)
+            value = jnp.where(magnitude == (1 << (self.bits - 1)) - 1, jnp.uint32(QUIET_NAN_BITS), value)
         return bits_to_float(value | ((codes >> (self.bits - 1)) << 31))
 
 
-E2M1 = Minifloat(bits=4, mantissa_bits=1, bias=1, largest=6.0)
-E4M3 = Minifloat(bits=8, mantissa_bits=3, bias=7, largest=448.0, has_nan=True)
+E2M1 = Minifloat(bits=CODE_BITS["e2m1"], mantissa_bits=1, bias=1, largest=E2M1_LARGEST)
+E4M3 = Minifloat(bits=CODE_BITS["e4m3"], mantissa_bits=3, bias=7, largest=448.0, has_nan=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,7 @@ class WideFloat:
 def ue8m0_ceil(amax: jax.Array, largest: float) -> jax.Array:
     """Byte e of the smallest power of two s = 2^(e - 127) with largest * s >= amax, for normal positive float32 amax.
 
-    Rounding up never clips a value (B54). Adding the complement of `largest`'s mantissa carries into the exponent
+    Rounding up never clips a value. Adding the complement of `largest`'s mantissa carries into the exponent
     exactly when amax's mantissa exceeds it, so no multiplication or logarithm is involved.
     """
     reference = int(np.float32(largest).view(np.uint32))
@@ -128,7 +131,7 @@ def ue8m0_ceil(amax: jax.Array, largest: float) -> jax.Array:
 def ue8m0_decode(codes: jax.Array) -> jax.Array:
     """uint32 byte values 0..255 -> float32 2^(e - 127); 255 is NaN. Byte 0 is a float32 denormal."""
     bits = jnp.where(codes == 0, jnp.uint32(SMALLEST_NORMAL_BITS >> 1), codes << FLOAT32_MANTISSA_BITS)
-    return bits_to_float(jnp.where(codes == 255, jnp.uint32(0x7FC00000), bits))
+    return bits_to_float(jnp.where(codes == 255, jnp.uint32(QUIET_NAN_BITS), bits))
 
 
 def divide_by_ue8m0(x: jax.Array, codes: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Gated pooling of m raw tokens into one latent (model.md §2.3)."""
+"""Gated pooling of m raw tokens into one latent (report §2.3; contract.md, Compressor and entries)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index scores and the candidate pool (model.md §2.5 and §3)."""
+"""Index scores and the candidate pool (report §2.3.2; contract.md, Attention and selection)."""
 
 from __future__ import annotations
 

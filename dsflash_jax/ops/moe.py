@@ -1,6 +1,8 @@
-"""Mixture of experts: gate and routed experts (model.md §7; golden numerics "MoE")."""
+"""Mixture of experts: gate and routed experts (contract.md, Hyper-connections, norms, experts)."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,11 @@ from jax import lax
 
 from dsflash_jax.ops.linear import linear, linear_f32
 from dsflash_jax.ops.topk import canonical
+
+# Measured on two CPU cores: sorting pays from about two pairs per expert; products of 128 rows run at twice the rate of
+# 64, and larger blocks gain nothing.
+ALONE_PAIRS_PER_EXPERT = 2
+BLOCK_ROWS = (8, 128)  # least and most rows of a block
 
 
 def gate_scores(logits: jax.Array, scoring_func: str) -> jax.Array:
@@ -81,53 +88,75 @@ def routed_experts_all(
 def routed_experts(
     x: jax.Array, weights: jax.Array, experts: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float
 ) -> jax.Array:
-    """Chosen experts only: x [T, d], weights and experts [T, k] -> float32[T, d].
+    """Chosen experts only: x [T, d], weights and experts [T, k] -> float32[T, d]. Has no reverse gradient for
+    many rows: training uses `routed_experts_all`.
 
-    Rows are sorted by expert and padded to blocks of one expert each, one dense product per block; no row is dropped.
+    The few (row, expert) pairs of a decode step run one by one. Otherwise pairs are sorted by expert and padded to
+    blocks of one expert each, one dense product per block; no row is dropped.
     """
     rows, k = experts.shape
-    pairs_to_blocks = _pairs_alone if rows * k <= 2 * w1.shape[0] else _pairs_by_expert
-    pair, owner, place = pairs_to_blocks(experts.reshape(-1), w1.shape[0])
+    run = _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * w1.shape[0] else _run_by_expert
 
-    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        pairs, e = args
+    def one(pairs: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array) -> jax.Array:
         source = jnp.maximum(pairs, 0)
         gain = jnp.where(pairs >= 0, weights.reshape(-1)[source], 0.0)
-        picked = [lax.dynamic_index_in_dim(w, e, 0, keepdims=False) for w in (w1, w2, w3)]
-        return expert(x[source // k], *picked, limit, gain)
+        return expert(x[source // k], w1, w2, w3, limit, gain)
 
-    out = lax.map(one, (pair, owner)).reshape(pair.size, -1)
+    out, place = run(one, experts.reshape(-1), (w1, w2, w3))
     place = place.reshape(rows, k)
     return sum(out[place[:, i]].astype(jnp.float32) for i in range(k))
 
 
-def _pairs_alone(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Every (row, expert) pair a block of its own, in order: for the few pairs of a decode step."""
-    del count
+def _run_alone(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.Array, jax.Array]:
+    """(results [N, d], row of each pair in them): every pair a product of its own, in order."""
     pair = jnp.arange(experts.size)
-    return pair[:, None], experts, pair
+
+    def alone(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return one(args[0], *(lax.dynamic_index_in_dim(w, args[1], 0, keepdims=False) for w in matrices))
+
+    out = lax.map(alone, (pair[:, None], experts))
+    return out.reshape(experts.size, -1), pair
 
 
-def _pairs_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _run_by_expert(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.Array, jax.Array]:
+    """As `_run_alone`, expert by expert: each one's weights are fetched once, and only blocks that hold pairs run."""
+    count = matrices[0].shape[0]
+    pair, first, used, place = _blocks_by_expert(experts, count)
+    shape = jax.eval_shape(one, pair[0], *(w[0] for w in matrices))
+    empty = jnp.zeros((pair.shape[0], *shape.shape), shape.dtype)
+
+    def blocks(out: jax.Array, args: tuple) -> tuple[jax.Array, None]:
+        e, *chosen = args
+
+        def block(i: jax.Array, out: jax.Array) -> jax.Array:
+            return lax.dynamic_update_index_in_dim(out, one(pair[i], *chosen), i, 0)
+
+        return lax.fori_loop(first[e], first[e] + used[e], block, out), None
+
+    out, _ = lax.scan(blocks, empty, (jnp.arange(count), *matrices))
+    return out.reshape(pair.size, -1), place
+
+
+def _blocks_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Pairs int32[N] sorted by expert and padded to blocks of one expert each.
 
-    Returns (pair int32[blocks, rows per block], -1 = padding; expert of each block; place of each pair in the blocks).
+    Returns (pair int32[blocks, rows per block], -1 = padding; first block of each expert; blocks of each expert; place
+    of each pair in the flattened blocks).
     """
     total = experts.size
     block = _block_rows(total, count)
     num_blocks = -(-total // block) + count - 1
     order = jnp.argsort(experts, stable=True)
     counts = jnp.sum(jax.nn.one_hot(experts, count, dtype=jnp.int32), axis=0)
-    blocks_of = -(-counts // block)
-    first_block = jnp.cumsum(blocks_of) - blocks_of
+    used = -(-counts // block)
+    first = jnp.cumsum(used) - used
     rank = jnp.arange(total) - (jnp.cumsum(counts) - counts)[experts[order]]
-    sorted_place = first_block[experts[order]] * block + rank
+    sorted_place = first[experts[order]] * block + rank
     pair = jnp.full(num_blocks * block, -1).at[sorted_place].set(order).reshape(num_blocks, block)
-    owner = jnp.searchsorted(jnp.cumsum(blocks_of), jnp.arange(num_blocks), side="right")
-    place = jnp.zeros(total, jnp.int32).at[order].set(sorted_place)
-    return pair, jnp.minimum(owner, count - 1), place
+    return pair, first, used, jnp.zeros(total, jnp.int32).at[order].set(sorted_place)
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows per block: about half of one expert's share, 8 to 64: padding against the cost of a block."""
-    return min(64, max(8, 1 << (pairs // experts // 2).bit_length()))
+    """Rows per block: about one expert's share, within BLOCK_ROWS: padding against products too small to be fast."""
+    share = 1 << max(pairs // experts - 1, 0).bit_length()
+    return min(BLOCK_ROWS[1], max(BLOCK_ROWS[0], share))

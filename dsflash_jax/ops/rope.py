@@ -15,7 +15,7 @@ def rope_tables(width: int, length: int, theta: float, scaling: RopeScaling | No
     """cos and sin, float32[length, width / 2], computed in float32 as the reference does.
 
     With `scaling`, pair frequencies blend between theta and theta / factor over the ramp between the two correction
-    dimensions (YaRN without a magnitude factor). Source: golden numerics "RoPE".
+    dimensions (YaRN without a magnitude factor). Source: docs/contract.md "Positions".
     """
     pair = np.arange(0, width, 2, dtype=np.float32)
     # The power is taken in float64 and rounded once: NumPy's float32 power is one unit in the last place off for some
@@ -46,6 +46,19 @@ def model_tables(cfg: ModelConfig) -> dict[str, dict[str, np.ndarray]]:
     swa = rope_tables(width, length, cfg.rope_theta, None)
     compressed = rope_tables(width, length, cfg.compress_rope_theta, cfg.rope_scaling)
     return {name: {"cos": c, "sin": s} for name, (c, s) in (("swa", swa), ("compressed", compressed))}
+
+
+def table_buffers(cfg: ModelConfig) -> dict[str, dict[str, jax.Array]]:
+    """`model_tables` as device arrays, computed only where values are wanted: under `eval_shape` they are shapes.
+
+    Inside a trace a callback keeps the bits of NumPy's cosine, which XLA's differs from, and leaves the work to the
+    run, if there is one: the released context takes half a gigabyte of tables.
+    """
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # nothing is being traced
+        return jax.tree.map(jnp.asarray, model_tables(cfg))
+    table = jax.ShapeDtypeStruct((cfg.max_position_embeddings, cfg.qk_rope_head_dim // 2), jnp.float32)
+    shapes = {name: {"cos": table, "sin": table} for name in ("swa", "compressed")}
+    return jax.pure_callback(lambda: model_tables(cfg), shapes)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, inverse: bool = False) -> jax.Array:

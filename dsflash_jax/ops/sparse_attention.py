@@ -1,4 +1,7 @@
-"""Attention over rows of several sources, one latent as key and value, one softmax over all (model.md §2.5)."""
+"""Attention over rows of several sources, one latent as key and value, one softmax over all.
+
+Source: report §2.3; contract.md, Attention and selection.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from jax import lax
 
 from dsflash_jax.numerics.formats import KVFormat
 from dsflash_jax.ops.linear import einsum_f32
+from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
 from dsflash_jax.ops.rows import read_rows
 
 
@@ -176,29 +180,18 @@ def sparse_attention(
     def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         # Padding repeats the tile's first row: another sequence's selection would read unwritten rows of this one.
         index, owner = jnp.maximum(jnp.where(tile[0] < 0, tile[0][0], tile[0]), 0), tile[1]
-        variants = _prefixes(sources)
+        table = next((s for s in sources if isinstance(s, MaskedTableSource)), None)
 
-        def run(chosen: Sequence[Source]) -> jax.Array:
-            return attend(q_TxHxD[index], [source.gather(index, owner) for source in chosen], sink_H, scale)
+        def run(size: int) -> jax.Array:
+            cut = [dataclasses.replace(s, size=size) if s is table else s for s in sources]
+            return attend(q_TxHxD[index], [source.gather(index, owner) for source in cut], sink_H, scale)
 
-        if len(variants) == 1:
-            return run(variants[0])
-        newest = jnp.max(next(s for s in sources if isinstance(s, MaskedTableSource)).index_TxK[index])
-        sizes = [next(s for s in v if isinstance(s, MaskedTableSource)).size for v in variants]
-        fits = jnp.sum(newest >= jnp.array(sizes[:-1]))
-        return lax.switch(fits, [lambda v=v: run(v) for v in variants])
+        if table is None:
+            return run(0)
+        return run_prefix(jnp.max(table.index_TxK[index]) + 1, prefix_sizes(table.size), run)
 
     out = one((rows[0], seq[0])) if rows.shape[0] == 1 else lax.map(one, (rows, seq))
     return out.reshape(-1, *q_TxHxD.shape[1:])[place]
-
-
-def _prefixes(sources: Sequence[Source], parts: int = 4, smallest: int = 128) -> list[Sequence[Source]]:
-    """The sources with ever longer prefixes of a masked table: early queries of a prompt need not read all of it."""
-    whole = next((s for s in sources if isinstance(s, MaskedTableSource)), None)
-    if whole is None or whole.size < parts * smallest or whole.size % parts:
-        return [sources]
-    sizes = [whole.size * (i + 1) // parts for i in range(parts)]
-    return [[dataclasses.replace(s, size=n) if s is whole else s for s in sources] for n in sizes]
 
 
 def _tile_bytes(q: jax.Array, sources: Sequence[Source], tile: int) -> int:

@@ -14,7 +14,9 @@ import numpy as np
 from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, KEY_TOKENS, VALUE_TOKENS
 
 TRAIN_STREAM, HELD_OUT_STREAM = 0, 1
-_NEAR_PAIRS = 3
+# What shapes every row besides TaskMix. `row_constants` names it, and studies record that: no settings do.
+_LAG_SHARES = (0.6, 0.4)  # of the lags that do not rest: inside the window, up to two; near lags are the easier half
+_NEAR_PAIRS = 3  # of a near row: so few that each comes again inside the window
 _COPY_SPAN = 8  # tokens of a copied span
 
 
@@ -49,7 +51,7 @@ class TaskMix:
     rows: int
     context: int
     window: int
-    recall: float = 0.75
+    recall: float
     near: float = 0.0
     needle: float = 0.0
     copy: float = 0.0
@@ -81,7 +83,13 @@ class TaskMix:
 
     def lag_shares(self) -> tuple[float, float, float]:
         """Shares of the lags of a recall row: inside the window, up to two windows, beyond."""
-        return 0.6 * (1 - self.patience), 0.4 * (1 - self.patience), self.patience
+        inside, up_to_two = _LAG_SHARES
+        return inside * (1 - self.patience), up_to_two * (1 - self.patience), self.patience
+
+
+def row_constants() -> dict[str, object]:
+    """The constants of this module that shape every row, as plain JSON: no settings record holds them."""
+    return {"lag_shares": list(_LAG_SHARES), "near_pairs": _NEAR_PAIRS, "copy_span": _COPY_SPAN}
 
 
 def make_batch(mix: TaskMix, text: np.ndarray, seed: int, step: int, stream: int = TRAIN_STREAM) -> Batch:

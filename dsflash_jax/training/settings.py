@@ -62,13 +62,14 @@ class TrainSettings:
         for name in ("learning_rate", "clip_norm"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite.")
-        for name in ("final_share", "beta2", "average_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"final_share={self.final_share} must lie between 0 and 1.")
+        for name in ("beta2", "average_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         for name in ("weight_decay", "text_weight", "indexer_weight", "dense_until"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
         if self.indexer_target not in ("served", "own"):
             raise ValueError(f"indexer_target={self.indexer_target!r} must be 'served' or 'own'.")
 

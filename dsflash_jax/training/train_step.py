@@ -86,7 +86,7 @@ def _build(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         average, dense = _next_selection(state, parts.answer, settings)
         done = state.step + 1
-        switches = state.dense & ~dense
+        switches = state.dense & ~dense & (done < settings.steps)  # after the last step nothing is selected any more
         new = TrainState(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, step=done, answer_average=average,
             dense=dense, switch_step=jnp.where(switches, done + 1, state.switch_step),

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from dsflash_jax import cli
-from dsflash_jax.cache.accounting import bytes_per_token, human_size, kv_report, pages_for, sequence_bytes
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.accounting import bytes_per_token, human_size, kv_report, sequence_bytes
+from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 
@@ -87,7 +87,7 @@ def test_two_lengths_give_back_both_terms_and_the_quotient_does_not(cfg):
 
 def test_a_page_is_paid_as_a_whole():
     layout = cache_layout(TINY)
-    assert [pages_for(layout, n) for n in (1, 7, 8, 9, 16, 17)] == [1, 1, 1, 2, 2, 3]
+    assert [pages_for(TINY, n) for n in (1, 7, 8, 9, 16, 17)] == [1, 1, 1, 2, 2, 3]
     assert sequence_bytes(layout, 9) == sequence_bytes(layout, 16) == sequence_bytes(layout, 8) + layout.page_bytes
 
 
@@ -128,6 +128,7 @@ def test_without_a_global_branch_only_the_fixed_part_is_left():
     ("arguments", "message"),
     [
         ((0,), "context=0 must be a whole number"),
+        ((10**320,), r"context must be at most 2\^40"),
         ((1.5,), "context=1.5 must be a whole number"),
         ((8, None, 0), "sequences=0 must be a whole number"),
         ((8, {"ring": "bf16"}), "names cache 'ring', must be one of main, index, window"),

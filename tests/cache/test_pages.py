@@ -50,6 +50,16 @@ def test_an_exhausted_pool_names_need_and_have_and_gives_nothing():
         pool.release("b")
 
 
+def test_several_sequences_get_their_pages_together_or_not_at_all():
+    pool = PagePool(4, page_tokens=4)
+    pool.reserve("a", 4)
+    with pytest.raises(ValueError, match=r"sequence 'c' needs 2 more pages of 4 for 8 tokens, have 1 free of 4"):
+        pool.reserve_all({"a": 8, "b": 3, "c": 8})
+    assert (pool.num_free, pool.pages("a"), pool.pages("b")) == (3, (0,), ())
+    pool.reserve_all({"a": 8, "b": 3})
+    assert (pool.pages("a"), pool.pages("b")) == ((0, 1), (2,))
+
+
 def test_a_second_release_is_refused_and_frees_nothing_twice():
     pool = PagePool(2, page_tokens=4)
     pool.reserve("a", 8)

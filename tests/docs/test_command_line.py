@@ -79,9 +79,17 @@ def test_shipped_configurations_are_found_by_name_from_any_folder(tmp_path, monk
     assert config_path("v41_flash") == Path("v41_flash")
 
 
-def test_the_command_and_the_list_of_studies_do_not_import_jax():
-    program = "import sys\nfrom dsflash_jax.cli import main\nmain(['list'])\nassert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, timeout=60)
+@pytest.mark.parametrize(
+    "line", ["list", "roles v41_flash", "kv v41_flash --context 1M --json", "kv tiny --format main=bf16", "--help"]
+)
+def test_commands_that_compute_nothing_do_not_load_jax(line):
+    program = (
+        "import sys\nfrom dsflash_jax.cli import main\n"
+        "try:\n    status = main(sys.argv[1:])\nexcept SystemExit as stopped:\n    status = stopped.code\n"
+        "assert status == 0 and 'jax' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program, *line.split()]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
 def test_without_a_terminal_progress_is_a_line_per_finished_label(capsys):

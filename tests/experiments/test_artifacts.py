@@ -79,6 +79,7 @@ def test_the_manifest_counts_sessions_and_names_no_path(tmp_path):
     for count in (1, 2):
         manifest = artifacts.write_manifest(tmp_path, {"seeds": [0]})
         assert len(manifest["sessions"]) == count
+        assert manifest["sessions"][-1]["elapsed_seconds"] is manifest["sessions"][-1]["finished"] is None
     text = (tmp_path / "manifest.json").read_text()
     assert json.loads(text) == manifest
     assert set(manifest["versions"]) >= {"python", "jax", "flax", "numpy"}
@@ -86,10 +87,24 @@ def test_the_manifest_counts_sessions_and_names_no_path(tmp_path):
     assert str(Path.home()) not in text and str(tmp_path) not in text and str(Path(__file__).parents[2]) not in text
 
 
-def make_run(folder, status="learned", size=10):
+def test_a_session_notes_its_time_while_it_works_and_its_end(tmp_path):
+    artifacts.write_manifest(tmp_path, {"seeds": [0]})
+    artifacts.note_time(tmp_path, 12.34)
+    artifacts.write_manifest(tmp_path, {"seeds": [0]})
+    last = artifacts.note_time(tmp_path, 5.0, finished=True)["sessions"]
+    assert artifacts.read_json(tmp_path / "manifest.json")["sessions"] == last
+    assert [session["elapsed_seconds"] for session in last] == [12.3, 5.0]
+    assert last[0]["finished"] is None and last[1]["finished"] >= last[1]["started"]
+
+
+COMMIT = {"commit": "c" * 40, "modified": False}
+
+
+def make_run(folder, status="learned", size=10, git=COMMIT):
     folder.mkdir(exist_ok=True)
-    for name in ("config.json", "manifest.json", "report.md"):
+    for name in ("config.json", "report.md"):
         (folder / name).write_text("{}")
+    (folder / "manifest.json").write_text(json.dumps({"sessions": [{"git": git}]}))
     (folder / "result.json").write_text(json.dumps({"study": "compress-ratio", "status": status}))
     (folder / "figure.png").write_bytes(b"x" * size)
     (folder / "cells").mkdir(exist_ok=True)
@@ -109,7 +124,9 @@ def test_evidence_is_the_small_files_of_a_finished_run(tmp_path):
 def test_other_runs_are_no_evidence(tmp_path, capsys):
     target = tmp_path / "evidence"
     for change, message in (
-        ({"status": "not a result"}, "cannot be evidence"), ({"size": 300_000}, "bytes of evidence, at most 300,000"),
+        ({"status": "not a result"}, "cannot be evidence"), ({"size": 450_000}, "bytes of evidence, at most 450,000"),
+        ({"git": {**COMMIT, "modified": True}}, r"session 1 was made from a modified tree \(commit c{12} with local"),
+        ({"git": None}, "was made outside a checkout: its commit is unknown"),
     ):
         with pytest.raises(ValueError, match=message):
             copy_evidence(make_run(tmp_path / "run", **change), target)

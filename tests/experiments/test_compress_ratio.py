@@ -3,14 +3,19 @@
 import json
 import time
 
+import numpy as np
 import pytest
 
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.shipped import config_path
+from dsflash_jax.training import devices, loop
+from dsflash_jax.training.data import Batch
+from dsflash_jax.training.evaluate import held_out_batches
 from dsflash_jax.training.metrics import read_events, read_metrics
 from experiments import cell as cell_module
 from experiments import compress_ratio
 from experiments.artifacts import read_json
+from experiments.cell import recall_batches
 from experiments.compress_ratio import BUDGETS, SCHEDULES, cells, run, with_schedule
 from experiments.registry import get_study
 from tests.experiments.stand_in import BUDGET, CORPUS, TOOLS, Progress
@@ -92,14 +97,79 @@ def test_rows_hold_every_measure(tmp_path):
     assert other["global_off"]["bits_per_byte"] != other["bits_per_byte"]
     assert [probe["step"] for probe in other["probes"]] == [2, 4, 6]
     assert other["steps"] == 6 and other["train_seconds"] > 0 and other["solved_at_step"] is None
+    assert other["evaluation"]["recall_rows"] == 8 and other["evaluation"]["resting_rows"] == 4
+    assert sum(other["far_by_row"]["asked"]) == other["recall"]["by_bucket"]["far"]["asked"]
+    assert sum(other["far_by_row"]["correct"]) == other["recall"]["by_bucket"]["far"]["correct"]
+    assert sum(other["bits_by_row"]) / 4 == pytest.approx(other["bits_per_byte"], abs=1e-3)
+    assert 1 / 4 <= other["informed_guess"]["near"] <= 1, "four pairs show at most four values"
     asked = other["recall_by_lag"]
+    assert {end + 1 for end in other["lag_classes"].values()} <= {*asked["all"]["lag_from"], *asked["all"]["lag_to"]}
     assert sum(asked["all"]["asked"]) == sum(asked["aligned"]["asked"]) + sum(asked["split"]["asked"])
     assert sum(asked["all"]["asked"]) == other["recall"]["overall"]["asked"]
 
 
 def test_matched_models_answer_the_same_questions(tmp_path):
     rows = read_json(study(tmp_path / "run") / "result.json")["rows"]
-    assert len({json.dumps(row["recall_by_lag"]["all"]["asked"]) for row in rows}) == 1
+    for questions in (lambda row: row["recall_by_lag"]["all"]["asked"], lambda row: row["far_by_row"]["asked"]):
+        assert len({json.dumps(questions(row)) for row in rows}) == 1
+
+
+def test_resting_rows_ask_far_pairs_more_often_and_are_other_rows():
+    (cell, *_), count = cells(BUDGETS["default"], LAB, LARGE), 256
+    batches = recall_batches(cell, CORPUS)
+    assert len(batches) == (count + count // 2) // cell.settings.rows
+    rows = Batch(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
+    far = (rows.lag > 62).sum(axis=1)
+    assert far[count:].mean() > 3 * far[:count].mean()
+    assert (rows.tokens[:128] != rows.tokens[count:]).any(axis=1).all()
+    as_trained = held_out_batches(cell.cfg, cell.settings, CORPUS, count, 8).recall
+    np.testing.assert_array_equal(rows.tokens[:count], np.concatenate([batch.tokens for batch in as_trained]))
+
+
+def test_devices_that_do_not_divide_a_batch_are_refused_before_a_folder_exists(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices.jax, "devices", lambda *_: [None] * 3)
+    with pytest.raises(ValueError, match="rows=4 must be divisible by devices=3"):
+        study(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_whose_result_is_gone_is_measured_again_and_not_trained_again(tmp_path):
+    """How an older run gets newer measures: delete the results, run again."""
+    folder = study(tmp_path / "run")
+    before = read_json(folder / "result.json")["rows"]
+    for path in [folder / "result.json", *folder.glob("cells/*/result.json")]:
+        path.unlink()
+    traces = {path: path.read_bytes() for path in folder.glob("cells/*/*.jsonl")}
+
+    def never(*_, **__):
+        raise AssertionError("a step was taken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build_train_step", never)
+        study(folder)
+    assert read_json(folder / "result.json")["rows"] == before  # with the seconds and the course of the training
+    assert {path: path.read_bytes() for path in folder.glob("cells/*/*.jsonl")} == traces
+    sessions = read_json(folder / "manifest.json")["sessions"]
+    assert len(sessions) == 2 and all(session["finished"] and session["elapsed_seconds"] > 0 for session in sessions)
+
+
+def test_results_of_an_older_evaluation_are_not_compared_with_newer_ones(tmp_path):
+    folder = study(tmp_path / "run")
+    (folder / "result.json").unlink()
+    path = folder / "cells" / "enc2-dec1-seed1" / "result.json"
+    old = read_json(path)
+    old["recall"]["by_bucket"]["near"]["asked"] += 1
+    path.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match=r"group 'main' answered different questions \(enc2-dec1-seed1 other ones"):
+        study(folder)
+    assert not (folder / "result.json").exists()
+    path.unlink()
+    assert read_json(study(folder) / "result.json")["rows"][3]["recall"]["by_bucket"]["near"]["asked"] > 0
+
+
+def test_the_manifest_records_the_constants_that_no_settings_hold(tmp_path):
+    manifest = read_json(study(tmp_path / "run") / "manifest.json")
+    assert manifest["row_constants"]["near_pairs"] == 3
 
 
 def test_quick_files_are_marked(tmp_path):

@@ -1,12 +1,17 @@
 """What the report says first, what it repeats from the rows, and the figures beside it."""
 
+import itertools
+
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 
 from experiments import figures, report
 from experiments.gate import judge
+from experiments.rows import compared
 from tests.experiments import made_up
-from tests.experiments.made_up import row, rows
+from tests.experiments.made_up import recall, row, rows
 
 CHANCE = 1 / 32
 
@@ -42,15 +47,75 @@ def test_a_quick_run_is_marked_whatever_it_shows():
     assert text.startswith("# compress-ratio: not a result\n") and "**not a result**" in text
 
 
-def test_the_tables_hold_medians_and_ranges_of_the_rows():
+def test_the_tables_hold_shares_of_all_seeds_medians_and_ranges():
     text = rendered(rows(far={(4, 4): 0.85}))
-    cost = table_line(text, "(2,1)", "## Cost and saving")
-    assert cost[1:4] == ["100.0", "99.0", "98.0"] and cost[6:8] == ["2.610", "52.50"]
+    recall = table_line(text, "(2,1)", "| encoder,decoder | near %")
+    assert recall[1:5] == ["100.0", "99.0", "98.0", "98.0 (97.4 to 98.4)"] and recall[-1] == "2.610"
+    assert table_line(text, "(4,4)", "| encoder,decoder | near %")[5].startswith("86.0 (")  # all entries
+    cost = table_line(text, "(4,2)", "KV B/token")
+    assert cost[1:6] == ["26.25", "11,096", "14,456", "24,536", "0.50 (0.40 to 0.60)"]
     assert table_line(text, "(2,1)", "## Spread over seeds")[2] == "97.0 to 99.0"
-    assert table_line(text, "(2,1)", "## Spread over seeds")[-1] == "99.0, 98.0, 97.0"
-    assert table_line(text, "(4,4)", "## Inside")[3] == "86.0"
-    assert "Answers asked of each model: near 1,000, mid 1,000, far 1,000." in text
-    assert "- (4,4) stores 25% of the global bytes of (1,1); far recall -13.0 points" in text
+    assert table_line(text, "(2,1)", "## Spread over seeds")[4] == "99.0, 98.0, 97.0"
+    assert "Answers asked of each model: near 1,000, mid 1,000, relay 1,000, far 1,000." in text
+
+
+def test_differences_are_paired_and_stand_beside_those_of_each_seed():
+    text = rendered(rows(far={(4, 4): 0.85}))
+    line = next(line for line in text.splitlines() if line.startswith("- (4,4) stores"))
+    assert "25% of the global bytes of (1,1) per token" in line
+    assert "(112% of all bytes at 128 tokens, 52% of all bytes at 512 tokens)" in line
+    assert "far recall -13.0 points (95 %: -1" in line and "by seed -14.0, -13.0, -12.0)" in line
+    assert "bits per byte +0.000 (95 %: +0.000 to +0.000; by seed +0.000, +0.000, +0.000)" in line
+
+
+def test_rows_without_their_parts_have_a_difference_and_no_interval():
+    old = [{key: value for key, value in r.items() if key not in ("far_by_row", "bits_by_row")} for r in rows()]
+    line = next(line for line in rendered(old).splitlines() if line.startswith("- (4,4) stores"))
+    assert "far recall +0.0 points (by seed +0.0, +0.0, +0.0)" in line
+
+
+def test_answers_to_other_questions_are_not_paired():
+    found = rows()
+    found[5]["far_by_row"] = {"asked": [5] * 250, "correct": [4] * 250}
+    assert compared(found[5::6], found[1::6], "far") is None
+    assert compared(found[4::6], found[1::6], "far") is not None
+    assert compared(found[4:5], found[1::6], "far") is None  # one seed against three
+
+
+def test_both_floors_are_told():
+    text = rendered(rows())
+    assert "right in 3.1 % of the far pairs, one among the values that the row has shown so far in 14.0 %." in text
+
+
+def test_a_schedule_that_never_switched_is_marked_with_what_all_entries_say():
+    found = rows(far={(4, 4): 0.5})
+    for number in (5, 17):  # (4,4) of seeds 0 and 2
+        found[number] |= {"switch_step": None, "all_entries": {"recall": recall(0.9, 0.4)}}
+    text = rendered(found)
+    for section in ("| encoder,decoder | near %", "KV B/token", "| encoder,decoder | top-k from step", "## Inside"):
+        assert table_line(text, "(4,4) \N{DAGGER}", section), section
+    assert table_line(text, "(4,4) \N{DAGGER}", "top-k from step |")[1] == "never, 300, never"
+    assert table_line(text, "(2,1)", "top-k from step |")[1] == "300, 300, 300"
+    note = next(line for line in text.splitlines() if line.startswith("\N{DAGGER} (4,4), seeds 0, 2:"))
+    assert "with all entries attended is 40.0 (37.9 to 42.2) %, against 50.0 (47.8 to 52.2) % under top-k" in note
+    assert "Not trained under top-k in seeds 0, 2" in text
+    assert "\N{DAGGER} (4,4)" not in rendered(rows())
+
+
+def test_window_only_has_nothing_to_select_and_no_mark():
+    found = rows()
+    for number in (0, 6, 12):
+        found[number] |= {"switch_step": None}
+    assert table_line(rendered(found), "window only", "top-k from step |")[1] == "-"
+
+
+def test_the_report_says_when_and_how_long_and_at_which_commit():
+    made = rendered(rows())
+    made = made[made.index("## How it was made") :]
+    assert "started 2026-01-01T00:00:00+00:00, 30.0 minutes, did not finish the run, commit cccccccccccc" in made
+    assert "15.0 minutes, finished the run 2026-01-01T01:15:00+00:00, commit dddddddddddd" in made
+    assert "18 models: 18.0 minutes of optimiser steps and 3.6 of compiling them" in made
+    assert "512 held-out recall rows as trained, and 256 in which a pair rests" in made
 
 
 def test_a_figure_that_one_seed_lacks_is_a_dash_and_no_number():
@@ -116,4 +181,60 @@ def test_figures_of_diverged_runs_only_are_not_drawn(tmp_path):
 
 def test_bins_with_few_answers_are_not_drawn():
     curve = {"lag_from": [1, 9], "lag_to": [9, 17], "correct": [5, 9], "asked": [10, 9]}
-    assert figures._band([curve]) == ([4.5], [50.0], [50.0], [50.0])
+    lags, shares, each = figures._curve([curve])
+    assert lags == [4.5] and [share.value for share in shares] == [0.5] and each == [[50.0]]
+
+
+def test_curves_are_over_all_seeds_and_show_each():
+    bins = {"lag_from": [1], "lag_to": [9], "asked": [20]}
+    lags, shares, each = figures._curve([{**bins, "correct": [10]}, {**bins, "correct": [20]}])
+    assert shares[0].value == 0.75 and shares[0].low < 0.75 < shares[0].high and each == [[50.0], [100.0]]
+
+
+def seen(drawn):
+    """The text objects of a figure that a reader sees: not empty, and no tick outside its axis."""
+    outside = set()
+    for axis in (one for axes in drawn.axes for one in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+        outside |= {label for tick in ticks for label in (tick.label1, tick.label2)}
+    texts = [text for text in drawn.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    return [text for text in texts if text not in outside]
+
+
+def drawn_texts(drawn):
+    return "\n".join(text.get_text() for text in seen(drawn))
+
+
+def test_figures_name_zones_floors_and_the_mark():
+    found = rows(far={(4, 4): 0.5})
+    found[5] |= {"switch_step": None}
+    pictures = (figures.draw_recall, figures.draw_quality)
+    recall_text, quality_text = (drawn_texts(draw(found, CHANCE)) for draw in pictures)
+    for words in ("near", "mid", "relay", "far", "guess among all values, 3.1%", "guess among the row's values, 14.0%"):
+        assert words in recall_text, words
+    assert "(4,4) \N{DAGGER} seed 0: never trained under top-k: far 50%, and 51% with all entries" in recall_text
+    assert "\N{DAGGER} with all entries attended" in quality_text and "(4,4) \N{DAGGER}" in quality_text
+
+
+def test_no_texts_of_a_figure_lie_over_each_other():
+    found = rows(far={(4, 2): 0.93, (4, 4): 0.5})
+    found[5] |= {"switch_step": None}
+    for draw in (figures.draw_recall, figures.draw_quality):
+        drawn = draw(found, CHANCE)
+        canvas = FigureCanvasAgg(drawn)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in seen(drawn)]
+        whole = drawn.bbox
+        for text, box in boxes:
+            assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1, text
+        for (one, box), (other, second) in itertools.combinations(boxes, 2):
+            assert not box.shrunk(0.8, 0.8).overlaps(second.shrunk(0.8, 0.8)), (one, other)
+
+
+def test_quality_axes_hold_the_zero_they_compare_with():
+    far, bits, sizes = figures.draw_quality(rows(), CHANCE).axes
+    assert far.get_ylim()[0] <= 0 and far.get_ylim()[1] >= 100
+    assert bits.get_ylim()[0] < 0 < bits.get_ylim()[1]
+    assert sizes.get_ylim()[0] == 0

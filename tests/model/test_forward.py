@@ -209,6 +209,45 @@ def test_the_indexer_loss_vanishes_where_nothing_is_to_choose():
     assert float(out.indexer_kl) == 0 and out.coverage.shape == (0,)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_row_shorter_than_one_group_has_no_entry_and_equals_prefill(length):
+    """Ratio 4: nothing is pooled before the fourth token; the window alone is attended to, in both forms."""
+    cfg = running.single(compress_ratios=(4,), qat=True, window_format="fp32")
+    assert differences(cfg, running.parameters(cfg), length, (0, 1)).max() <= EQUAL_CODES_ATOL
+
+
+def test_gradients_of_a_row_shorter_than_one_group_are_finite():
+    cfg = running.single(compress_ratios=(4,), qat=True)
+    params = running.parameters(cfg)
+
+    @jax.jit
+    def total(trained):
+        out = steps.forward({**trained, "freqs": params["freqs"]}, ids(2, (0, 1)), cfg)
+        return jnp.sum(out.logits**2) + out.indexer_kl + jnp.sum(out.coverage)
+
+    gradients = jax.grad(total)({name: value for name, value in params.items() if name != "freqs"})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(leaf).all(), path
+    assert np.abs(gradients["layers"][0]["attn"]["wkv"]["weight"]).max() > 0
+    assert not np.any(gradients["layers"][0]["attn"]["compressor"]["wkv"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        ((5,), {}, r"tokens of shape \(5,\) must be \[B, T\]"),
+        ((1, 0), {}, "tokens has rows of 0, must be 1 to max_position_embeddings=128 long"),
+        ((2, 129), {}, "tokens has rows of 129, must be 1 to max_position_embeddings=128 long"),
+        ((1, 5), {"score_dtype": "bfloat16"}, "score_dtype='bfloat16' must be 'float32' in forward"),
+        ((1, 5), {"stale_index_keys": True}, "stale_index_keys=True must be False in forward"),
+    ],
+)
+def test_bad_input_of_the_whole_sequence_form_is_one_sentence(shape, changes, message):
+    cfg = running.shallow(**changes)
+    with pytest.raises(ValueError, match=message):
+        steps.forward(running.parameters(running.shallow()), jnp.zeros(shape, jnp.int32), cfg)
+
+
 @pytest.mark.slow
 def test_sequences_of_a_batch_do_not_meet():
     cfg = running.shallow()

@@ -68,9 +68,9 @@ def test_a_changed_weight_reaches_the_peer():
 def test_the_peer_times_every_step():
     installed()
     peer = load_peer("mlx-lm", running.shallow(), running.parameters(running.shallow()))
-    assert peer.prefill_seconds(9) > 0
-    seconds = peer.decode_seconds(9, 3)
-    assert len(seconds) == 4 and min(seconds) > 0
+    assert peer.prefill_seconds(PROMPT) > 0
+    seconds = peer.decode_seconds(PROMPT, THEN)
+    assert len(seconds) == len(THEN) and min(seconds) > 0
 
 
 def test_an_unknown_peer_is_refused():

@@ -1,4 +1,4 @@
-"""Reported defects of indexer, window and attention, restated for this model (numbers: the list of scenarios)."""
+"""Reported defects of indexer, window and attention, restated for this model (numbers: docs/pitfalls.md)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Reported defects of compressors and their state, restated for this model (numbers: the list of scenarios)."""
+"""Reported defects of compressors and their state, restated for this model (numbers: docs/pitfalls.md)."""
 
 import jax
 import jax.numpy as jnp

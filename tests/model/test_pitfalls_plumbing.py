@@ -1,4 +1,4 @@
-"""Reported defects of streams, addresses, budgets and precision, restated (numbers: the list of scenarios)."""
+"""Reported defects of streams, addresses, budgets and precision, restated (numbers: docs/pitfalls.md)."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ import pytest
 from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.accounting import sequence_bytes
+from dsflash_jax.cache.addressing import entry_address
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
@@ -98,8 +99,8 @@ def test_no_two_rows_of_a_step_share_an_address():
         rows = completing_rows(step, member.tokens_per_row)
         live = np.asarray(rows)[np.asarray(rows) >= 0]
         entry = step.positions[live] // member.tokens_per_row
-        page, offset = member.address(step.block_tables[GLOBAL_GROUP][step.row_to_seq[live]], entry[:, None])
-        targets = list(zip(np.asarray(page)[:, 0].tolist(), np.asarray(offset)[:, 0].tolist(), strict=True))
+        page, offset = entry_address(member, step.block_tables[GLOBAL_GROUP], step.row_to_seq[live], entry)
+        targets = list(zip(np.asarray(page).tolist(), np.asarray(offset).tolist(), strict=True))
         assert len(targets) == len(set(targets)) and min(p for p, _ in targets) >= 0
         ratio = member.tokens_per_row
         assert len(targets) == sum((c.start + len(c.tokens)) // ratio - c.start // ratio for c in chunks)
@@ -118,9 +119,10 @@ def test_page_numbers_and_offsets_fit_32_bits_at_the_released_size():
     """B35: an arena of 40,000 pages holds 4.5e9 bytes; page and offset stay apart, each far below 2^31."""
     member = cache_layout(RELEASED).members[-1]
     table = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
-    page, offset = jax.eval_shape(member.address, table, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+    entry = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    page, offset = jax.eval_shape(lambda *arrays: entry_address(member, arrays[0], 0, arrays[1]), table, entry)
     assert page.dtype == offset.dtype == jnp.int32
-    last = member.address(jnp.arange(8192)[None], jnp.array([[2**20 - 1]]))
+    last = entry_address(member, jnp.arange(8192)[None], 0, jnp.array([[2**20 - 1]]))
     assert [int(v[0, 0]) for v in last] == [8191, member.offset + 127 * member.row_bytes]
     assert 40_000 * cache_layout(RELEASED).page_bytes > 2**31 > cache_layout(RELEASED).page_bytes
 

@@ -1,4 +1,4 @@
-"""The two ways to choose entries of a candidate pool agree: scoring the whole table, or only the pool's keys."""
+"""What a step selects does not depend on how much it scores: a whole table, a prefix of it, a pool's keys alone."""
 
 import functools
 
@@ -15,7 +15,9 @@ from dsflash_jax.types import Published
 from tests.model import running
 
 CFG = running.tiny()
-ROLE = layer_roles(CFG)[5]
+# Layer 2 reads the pool of layer 1; in between two groups the released code scores it against layer 0's keys.
+LONG = running.tiny(max_position_embeddings=512)
+STALE = running.shallow(compress_ratios=(1, 2, 2), stale_index_keys=True)
 
 
 def pool_blocks(draws, visible):
@@ -29,33 +31,57 @@ def pool_blocks(draws, visible):
     return blocks
 
 
-@functools.partial(jax.jit, static_argnames="traced")
-def selection(query, published, step, pages, traced):
-    """What layer 5 selects; a traced step keeps the scores of all entries, so it has to compute them."""
-    tiles = make_tiles(step, step.num_rows)
-    return select(query, published, step, tiles, pages, ROLE, CFG, {} if traced else None).selection_TxK
+@functools.partial(jax.jit, static_argnames=("role", "cfg", "traced"))
+def selection(query, published, step, pages, role, cfg, traced):
+    """What a layer publishes; a traced step keeps the scores of all entries, so it has to compute them."""
+    return select(query, published, step, make_tiles(step, step.num_rows), pages, role, cfg, {} if traced else None)
+
+
+def compare(cfg, start, rows, draws, zeros_from, layer=-1, table=running.PAGES):
+    """What `layer` publishes on random pages: (with all scores kept, as served)."""
+    role = layer_roles(cfg)[layer]
+    member = cache_layout(cfg).member(role.kv_source, "index")
+    assert rows * cfg.candidate_topk_blocks * cfg.candidate_block_size < table * member.rows_per_page
+    pages = np.full((64, cache_layout(cfg).page_bytes), running.POISON_BYTE, np.uint8)
+    for each in cache_layout(cfg).members:
+        if each.kind == "index":
+            values = draws.integers(-1, 2, (64 * each.rows_per_page, each.width)).astype(np.float32)
+            values[:, zeros_from:] = 0
+            pages[:, each.offset : each.offset + each.nbytes] = np.asarray(each.format.pack(values)).reshape(64, -1)
+    chunk = Chunk(0, [1] * rows, start, draws.permutation(64)[:table].tolist())
+    step = make_step([chunk], cfg, rows=rows, seqs=1, pages=table)
+    visible = (np.asarray(step.positions) + 1) // role.ratio
+    shape = (rows, cfg.index_n_heads, cfg.index_head_dim)
+    query = Query(draws.integers(-2, 3, shape).astype(np.float32), draws.integers(-1, 2, shape[:2]) * 1.0)
+    published = Published(np.zeros((rows, cfg.index_topk), np.int32), pool_blocks(draws, visible))
+    return [jax.device_get(selection(query, published, step, pages, role, cfg, traced)) for traced in (True, False)]
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("ties", [False, True])
-def test_scoring_only_the_pool_selects_what_scoring_everything_selects(rows, ties):
+@pytest.mark.parametrize("zeros_from", [2, CFG.index_head_dim], ids=["ties", "distinct"])
+def test_scoring_only_the_pool_selects_what_scoring_everything_selects(rows, zeros_from):
     """Small integers make every dot exact; with few distinct scores, ties and both zeros decide too."""
-    draws = np.random.default_rng(rows + ties)
-    member = cache_layout(CFG).member(ROLE.kv_source, "index")
-    assert rows * CFG.candidate_topk_blocks * CFG.candidate_block_size < running.PAGES * member.rows_per_page
-    shape = (rows, CFG.index_n_heads, CFG.index_head_dim)
-    for start in (0, 1, 5, 30, 90):
-        values = draws.integers(-1, 2, (64 * member.rows_per_page, member.width)).astype(np.float32)
-        values[:, 2 if ties else member.width :] = 0
-        pages = np.full((64, cache_layout(CFG).page_bytes), running.POISON_BYTE, np.uint8)
-        packed = np.asarray(member.format.pack(values)).reshape(64, -1)
-        pages[:, member.offset : member.offset + member.nbytes] = packed
-        chunk = Chunk(0, [1] * rows, start, draws.permutation(64)[: running.PAGES].tolist())
-        step = make_step([chunk], CFG, rows=rows, seqs=1, pages=running.PAGES)
-        visible = (np.asarray(step.positions) + 1) // ROLE.ratio
-        query = Query(draws.integers(-2, 3, shape).astype(np.float32), draws.integers(-1, 2, shape[:2]) * 1.0)
-        published = Published(np.zeros((rows, CFG.index_topk), np.int32), pool_blocks(draws, visible))
-        whole, pooled = (np.asarray(selection(query, published, step, pages, traced)) for traced in (True, False))
-        assert np.array_equal(whole, pooled), (start, whole, pooled)
-        assert (whole >= 0).any()
+    draws = np.random.default_rng(rows + zeros_from)
+    for start in (0, 1, 5, 30, 50, 70, 90):
+        whole, pooled = compare(CFG, start, rows, draws, zeros_from)
+        assert np.array_equal(whole.selection_TxK, pooled.selection_TxK), (start, whole, pooled)
+        assert (whole.selection_TxK >= 0).any()
+
+
+def test_scoring_a_prefix_of_a_long_table_selects_what_scoring_all_of_it_selects():
+    """A table of 512 entries is read by quarters; the layer also builds the candidate pool from them."""
+    draws = np.random.default_rng(0)
+    for start in (0, 125, 126, 250, 300, 383, 508):
+        whole, prefix = compare(LONG, start, 2, draws, LONG.index_head_dim, layer=4, table=64)
+        for name in ("selection_TxK", "candidates_TxC"):
+            assert np.array_equal(getattr(whole, name), getattr(prefix, name)), (start, name)
+        assert start < 125 or (whole.selection_TxK >= 0).all()
+
+
+def test_stale_keys_reach_a_layer_that_reads_a_pool():
+    """The served step follows the released code like the traced one, whichever way the pool is scored."""
+    draws = np.random.default_rng(0)
+    for start in range(30, 90, 4):
+        whole, pooled = compare(STALE, start, 1, draws, CFG.index_head_dim)
+        assert np.array_equal(whole.selection_TxK, pooled.selection_TxK), (start, whole, pooled)

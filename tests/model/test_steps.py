@@ -1,13 +1,14 @@
 """The jitted steps in steady state: no retrace, no copy of a pool, only lengths move in a commit."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from dsflash_jax import steps
-from dsflash_jax.batch import Chunk, check_capacity, make_step
+from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from tests.model import running
@@ -100,17 +101,101 @@ def test_verify_leaves_the_committed_length_and_returns_every_row():
         ({"start": -1}, r"start=-1 must not be negative"),
         ({"start": 128}, r"positions 128\.\.128 exceed max_position_embeddings=128"),
         ({"start": 8}, "block table of 1 pages is too short, 9 tokens need 2 pages of 8"),
-        ({"slot": 9}, "outside the cache"),
-        ({"pages": [32]}, "page 32 is outside the cache"),
         ({"pages": [-1]}, r"pages=\[-1\] must be"),
     ],
 )
 def test_bad_chunks_are_refused_on_the_host(changes, message):
     good = Chunk(3, [1], 0, [0])
     with pytest.raises(ValueError, match=message):
-        chunk = dataclasses.replace(good, **changes)
-        make_step([chunk], CFG)
-        check_capacity([chunk], ModelCache.abstract(CFG, 32, 4))
+        make_step([dataclasses.replace(good, **changes)], CFG)
+
+
+def commit_all(params, cache, step, cfg):
+    """`commit` with the signature of the other steps."""
+    return None, steps.commit(cache, step, np.ones(step.num_seqs, np.int32))
+
+
+FUNCTIONS = {"prefill": steps.prefill, "decode": steps.decode, "verify": steps.verify, "commit": commit_all}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"slot": 4}, "slot=4 must lie in 0..3, or be -1 for none: the cache has 4 slots."),
+        (
+            {"pages": [31, 32]},
+            "page of block_tables['global']=32 must lie in 0..31, or be -1 for none: the cache has 32 pages.",
+        ),
+    ],
+)
+def test_a_slot_or_page_that_the_cache_lacks_is_refused_and_the_cache_stays(function, changes, sentence):
+    """A page past the end would be written nowhere and read from the last page, another sequence's."""
+    cache = ModelCache.empty(CFG, 32, 4)
+    step = make_step([Chunk(1, [1], 0, [0, 1]), dataclasses.replace(Chunk(3, [1], 0, [2]), **changes)], CFG)
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        function(running.parameters(CFG), cache, step, CFG)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+
+
+def test_a_negative_slot_other_than_padding_is_refused():
+    """Scatters wrap negative indices: -2 would write the last slot but one."""
+    step = dataclasses.replace(make_step([Chunk(1, [1], 0, [0])], CFG), slot=np.array([-2], np.int32))
+    with pytest.raises(ValueError, match=r"slot=-2 must lie in 0\.\.3"):
+        steps.decode(running.parameters(CFG), ModelCache.empty(CFG, 32, 4), step, CFG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_format": "bf16"}, r"cache\.ring with 1920 per row must be 3840 for this configuration"),
+        ({"page_size": 4}, r"cache\.pages with 210 per row must be 420 for this configuration"),
+        ({"num_draft_tokens": 8, "sliding_window": 1}, r"cache\.state with \(1, 16, 64\) per row must be \(1, 8, 64\)"),
+    ],
+)
+def test_a_cache_of_another_configuration_is_refused(changes, message):
+    cache = ModelCache.empty(CFG.replace(**changes), 32, 4)
+    with pytest.raises(ValueError, match=message):
+        steps.prefill(running.parameters(CFG), cache, decode_step(0), CFG)
+    assert not cache.pages.is_deleted()
+
+
+def test_verifying_more_rows_than_can_be_rolled_back_is_refused_and_the_cache_stays():
+    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 64, 4)
+    step = make_step([Chunk(2, [1] * 7, 0, [0]), Chunk(1, [1] * 2, 0, [1])], CFG, rows=18, seqs=2, pages=running.PAGES)
+    with pytest.raises(ValueError, match=r"slot 2: 7 rows to verify exceed num_draft_tokens \+ 1 = 6, which ring"):
+        steps.verify(params, cache, step, CFG)
+    assert not cache.pages.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "message"),
+    [
+        ([1, 3], r"slot 0: accepted=3 must lie in 0\.\.2, the rows verified"),
+        ([-1, 0], r"slot 3: accepted=-1 must lie in 0\.\.1, the rows verified"),
+        ([1], r"accepted of type int64\[1\] must hold one whole number for each of 2 sequences"),
+        ([1.0, 1.0], r"accepted of type float64\[2\] must hold one whole number for each of 2 sequences"),
+    ],
+)
+def test_accepting_what_was_not_verified_is_refused_and_the_cache_stays(accepted, message):
+    cache = ModelCache.empty(CFG, 32, 4)
+    step = make_step([Chunk(3, [1], 4, [0]), Chunk(0, [1, 2], 4, [1])], CFG)
+    with pytest.raises(ValueError, match=message):
+        steps.commit(cache, step, accepted)
+    assert steps.commit(cache, step, [1, 2]).length.tolist() == [6, 0, 0, 5]
+
+
+def test_steps_on_a_device_are_taken_unseen():
+    """Looking into them would wait for the device; the caller who places a step has checked it."""
+    cache = ModelCache.empty(CFG, 64, 4)
+    step = jax.device_put(dataclasses.replace(decode_step(0), slot=np.array([9], np.int32)))
+    logits, _ = steps.decode(running.parameters(CFG), cache, step, CFG)
+    assert np.isfinite(logits).all()
+
+
+def test_logits_of_unknown_rows_are_refused():
+    with pytest.raises(ValueError, match='logits=\'some\' must be "last" or "all"'):
+        steps._step(running.parameters(CFG), ModelCache.empty(CFG, 64, 4), decode_step(0), CFG, "some", True)
 
 
 def test_slots_are_distinct_and_buckets_large_enough():

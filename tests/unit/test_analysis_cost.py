@@ -4,10 +4,12 @@ import jax.numpy as jnp
 import pytest
 
 from dsflash_jax import steps
-from dsflash_jax.analysis.cost import decode_seconds, measured_kv_bytes
+from dsflash_jax.analysis.cost import decode_seconds, measured_kv_bytes, time_decode
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.session import Session
 from dsflash_jax.shipped import config_path
+from tests.model import running
 
 TINY = ModelConfig.from_json(config_path("tiny"))
 WINDOW_ONLY = TINY.replace(
@@ -45,3 +47,19 @@ def test_decode_is_timed_behind_the_context_and_the_warm_up():
     broken = {**params, "head": {"weight": jnp.full_like(params["head"]["weight"], jnp.nan)}}
     with pytest.raises(FloatingPointError, match="logits of position 19 are not finite"):
         decode_seconds(broken, TINY, range(1, 21), context=10, warmup=4)
+
+
+def test_the_timed_steps_are_the_decode_steps_of_the_sequence():
+    """Timing changes nothing: the last logits are those of the whole prompt, and every token is known."""
+    shifted = running.single(token_shift=True)
+    params = steps.init_params(shifted, 0)
+    sizes = {"num_pages": 4, "table_pages": 4, "prefill_rows": 4}
+    timed, plain = Session(params, shifted, **sizes), Session(params, shifted, **sizes)
+    timed.append({"a": [7, 3, 9]})
+    times, logits = time_decode(timed, "a", [4, 8, 2])
+    assert len(times) == 3 and min(min(each) for each in times) > 0
+    assert timed.tokens("a") == (7, 3, 9, 4, 8, 2)
+    # One code of a cache that rounds the other way moves a logit by up to 1e-3; another token moves it by far more.
+    assert jnp.abs(logits - plain.append({"a": [7, 3, 9, 4, 8, 2]})).max() < 1e-3
+    plain.close("a")
+    assert jnp.abs(logits - plain.append({"a": [7, 3, 9, 4, 8, 5]})).max() > 1e-2

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsflash_jax.batch import Chunk, bucket, check_capacity, check_token_ids, make_step
-from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.batch import Chunk, bucket, check_token_ids, make_step
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.types import GLOBAL_GROUP
 
@@ -150,31 +149,10 @@ def test_a_bucket_that_is_too_small_is_refused(sizes, sentence):
         make_step([ONE, Chunk(1, [1, 2, 3], 0, [1, 2])], TINY, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "sentence"),
-    [
-        (Chunk(2, [1], 0, [0]), r"slot 2 is outside the cache's 0\.\.1"),
-        (Chunk(1, [1], 0, [0, 4]), r"slot 1: page 4 is outside the cache's 0\.\.3"),
-    ],
-)
-def test_slots_and_pages_that_the_cache_lacks_are_refused(chunk, sentence):
-    cache = ModelCache.abstract(TINY, num_pages=4, num_slots=2)
-    check_capacity([ONE], cache)
-    with pytest.raises(ValueError, match=sentence):
-        check_capacity([ONE, chunk], cache)
-
-
 def test_token_ids_are_named_with_their_place():
     check_token_ids([0, 95], TINY, "prompt")
     with pytest.raises(ValueError, match=r"^prompt: token id 96 is outside 0\.\.95\.$"):
         check_token_ids([0, 96], TINY, "prompt")
-
-
-def test_verifying_more_rows_than_can_be_rolled_back_is_refused():
-    chunk = Chunk(0, [1] * (TINY.num_draft_tokens + 2), 0, [0, 1])
-    make_step([chunk], TINY)
-    with pytest.raises(ValueError, match=r"7 rows to verify exceed num_draft_tokens \+ 1 = 6"):
-        make_step([chunk], TINY, verify=True)
 
 
 def test_block_tables_are_never_wider_than_the_longest_context():

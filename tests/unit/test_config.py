@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsflash_jax.config import ModelConfig, RopeScaling
-from dsflash_jax.config_io import read_config, write_config
+from dsflash_jax.config_io import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig.from_json(ROOT / "configs" / "tiny.json")
@@ -196,8 +196,21 @@ def released_spelling(cfg):
     upstream = {*json.loads((ROOT / "configs" / "v41_flash.json").read_text())} - {"dtype"}
     text = {key: value for key, value in cfg.to_dict().items() if key in upstream}
     text["rope_scaling"] = {**text["rope_scaling"], "type": "yarn"}
-    text |= {"model_type": "deepseek_v41", "torch_dtype": "bfloat16", "num_key_value_heads": 1, "hidden_act": "silu"}
-    return {"model_type": "deepseek_v41", "text_config": text, "vision_config": {"hidden_size": 1024}}
+    text |= {"model_type": "deepseek_v41", "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    text |= BUILT_VALUES
+    around = {"model_type": "deepseek_v41", "tie_word_embeddings": False, "vision_config": {"hidden_size": 1024}}
+    return {**around, "text_config": text}
+
+
+# Keys of a released file that no field holds, with the value that the model implements.
+BUILT_VALUES = {
+    "attention_bias": False, "attention_dropout": 0, "hidden_act": "silu", "num_key_value_heads": 1,
+    "pretraining_tp": 1, "rope_interleave": True, "tie_word_embeddings": False, "topk_method": "noaux_tc",
+}  # fmt: skip
+OTHER_BUILT_VALUES = {
+    "attention_bias": True, "attention_dropout": 0.1, "hidden_act": "gelu", "num_key_value_heads": 8,
+    "pretraining_tp": 2, "rope_interleave": False, "tie_word_embeddings": True, "topk_method": "greedy",
+}  # fmt: skip
 
 
 RELEASED_F32 = RELEASED.replace(dtype="float32")  # the compute dtype is ours, no spelling but the project's has it
@@ -223,7 +236,7 @@ def test_every_spelling_reads_to_the_same_config_and_hash(cfg, spelling, tmp_pat
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.json")), ids=lambda path: path.stem)
 def test_shipped_configs_are_read_and_written_back(path, tmp_path):
     cfg = read_config(path)
-    write_config(cfg, tmp_path / "copy.json")
+    (tmp_path / "copy.json").write_text(json.dumps(cfg.to_dict()))
     assert read_config(tmp_path / "copy.json") == cfg
     assert read_config(tmp_path / "copy.json").sha256() == cfg.sha256()
 
@@ -259,6 +272,90 @@ def test_bad_keys_are_named(changes, message):
         ModelConfig.from_json(TINY.to_dict() | changes)
 
 
+@pytest.mark.parametrize(("key", "value"), [*OTHER_BUILT_VALUES.items(), ("num_key_value_heads", None)])
+@pytest.mark.parametrize("place", ["inside", "beside"])
+def test_a_released_file_of_another_arithmetic_is_refused(key, value, place):
+    raw = released_spelling(RELEASED_F32)
+    (raw["text_config"] if place == "inside" else raw)[key] = value
+    with pytest.raises(ValueError, match=rf"config: {key}={value!r} must be {BUILT_VALUES[key]!r}: no other value is"):
+        ModelConfig.from_json(raw)
+
+
+WRAPPED = {
+    "text_config": lambda: {"text_config": {k: v for k, v in TINY.to_dict().items() if k not in PROJECT_KEYS}},
+    "args": lambda: {"args": reference_spelling(TINY)},
+}
+PROJECT_KEYS = {"page_size": 16, "dtype": "bfloat16", "main_format": "bf16", "scratch_bytes": 4096}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_project_keys_beside_a_wrapped_model_are_applied(wrapped):
+    plain = ModelConfig.from_json(wrapped())
+    assert ModelConfig.from_json({**wrapped(), **PROJECT_KEYS, "prefill": [512]}) == plain.replace(**PROJECT_KEYS)
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_a_key_beside_a_wrapped_model_may_repeat_but_not_contradict(wrapped):
+    assert ModelConfig.from_json({**wrapped(), "index_topk": 4}) == ModelConfig.from_json(wrapped())
+    wrapper = next(iter(wrapped()))
+    with pytest.raises(ValueError, match=f"config: index_topk=3 beside {wrapper} contradicts 4 inside it"):
+        ModelConfig.from_json({**wrapped(), "index_topk": 3})
+    with pytest.raises(ValueError, match=f"beside {wrapper} contradicts RopeScaling"):
+        ModelConfig.from_json({**wrapped(), "rope_scaling": {**YARN, "factor": 8}})
+
+
+def test_the_compute_dtype_of_a_reference_spelled_file_is_applied_and_its_storage_type_is_not():
+    for value, dtype in (("bf16", "float32"), ("fp8", "float32"), ("bfloat16", "bfloat16")):
+        assert ModelConfig.from_json({**reference_spelling(TINY), "dtype": value}).dtype == dtype
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "rope_scaling"])
+def test_two_spellings_of_one_argument_are_refused(key):
+    with pytest.raises(ValueError, match=f"is a second value for {key}"):
+        ModelConfig.from_json({**reference_spelling(TINY), key: TINY.to_dict()[key]})
+
+
+RAW_YARN = TINY.to_dict()["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": None, "rope_parameters": {**RAW_YARN, "rope_type": "yarn"}},
+        {"rope_parameters": {**RAW_YARN, "rope_type": "yarn"}, "rope_scaling": None},
+        {"rope_scaling": {**RAW_YARN, "type": "yarn"}, "rope_parameters": None},
+        {"rope_scaling": RAW_YARN, "rope_parameters": {**RAW_YARN, "rope_type": "yarn", "rope_theta": 10000}},
+        {"rope_scaling": {**RAW_YARN, "truncate": True, "attention_factor": 1.0}},
+    ],
+)
+def test_yarn_is_read_from_either_key_in_any_order(changes):
+    raw = {key: value for key, value in TINY.to_dict().items() if key != "rope_scaling"}
+    assert ModelConfig.from_json({**changes, **raw}) == ModelConfig.from_json({**raw, **changes}) == TINY
+
+
+def test_a_theta_among_the_rope_parameters_counts():
+    raw = {key: value for key, value in TINY.to_dict().items() if key not in ("rope_scaling", "rope_theta")}
+    cfg = ModelConfig.from_json({**raw, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert (cfg.rope_theta, cfg.rope_scaling) == (5e5, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {**RAW_YARN, "factor": 8}}, "and rope_parameters contradict each other"),
+        ({"rope_parameters": {"rope_type": "default"}}, "and rope_parameters contradict each other"),
+        ({"rope_parameters": {**RAW_YARN, "rope_theta": 5e5}}, "rope_theta=500000.0 in rope_parameters contradicts"),
+        ({"rope_scaling": {**RAW_YARN, "mscale": 1.0}}, r"rope_scaling has unknown part\(s\) mscale; known are factor"),
+        ({"rope_scaling": {**RAW_YARN, "attention_factor": 1.28}}, "rope_scaling.attention_factor=1.28 must be 1"),
+        ({"rope_scaling": {**RAW_YARN, "truncate": False}}, "rope_scaling.truncate=False must be True"),
+        ({"rope_scaling": {**RAW_YARN, "rope_type": "default"}}, "rope_scaling type 'default' must be yarn"),
+    ],
+)
+def test_rope_values_that_would_be_dropped_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_json(TINY.to_dict() | changes)
+
+
 def test_unknown_and_missing_reference_arguments_are_named():
     arguments = reference_spelling(TINY)
     with pytest.raises(ValueError, match=r"unknown config key\(s\) n_head"):
@@ -276,8 +373,13 @@ def test_all_missing_keys_are_named():
 
 
 def test_a_file_that_is_no_config_is_named(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "binary.json").write_bytes(bytes([0xAB, 0xFF]))
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
+    for name in ("deep", "binary"):
+        with pytest.raises(ValueError, match=rf"{name}\.json: not a JSON file"):
+            ModelConfig.from_json(tmp_path / f"{name}.json")
     with pytest.raises(ValueError, match=r"broken\.json: not a JSON file"):
         read_config(tmp_path / "broken.json")
     with pytest.raises(ValueError, match=r"list\.json: a config must be a JSON object, not list"):
@@ -288,6 +390,14 @@ def test_a_file_that_is_no_config_is_named(tmp_path):
 
 # -- identity --
 
+# Training runs and study results are filed under these. A new field needs a form that leaves them as they are.
+PINNED_HASHES = {
+    "lab": "92c9e5d4e16940ed8df07792904ec8ff23b37a32a14b7d636d990201795992b6",
+    "lab_large": "3c718f96f4d0d4ea2d425fd4297436b059d7f2cde073bbed02364c6d911a05b9",
+    "tiny": "63999a8e32a0cf658708d381aaee0b67dae3ba02697727ab818ee14a97447388",
+    "v41_flash": "98313dd244711ab8e0a0a6244fd2ca73c610fd7c62fc9cc7cc4c94cc94f82909",
+    "bench_base": "5af2d2b8048074294fa99f4c342ec3d22ef20fcd8364287171f99d87a8329633",
+}
 OTHER_VALUES = {
     "compress_ratios": (0, 0, 4, 4, 1, 1), "kv_source_layer_ids": (2, 3, 4), "index_source_layer_ids": (2, 4),
     "candidate_source_layer_id": -1, "engram_layer_ids": (1,), "scoring_func": "sigmoid", "dtype": "bfloat16",
@@ -336,6 +446,11 @@ def test_equal_configs_have_one_hash_however_numbers_were_written():
     assert RopeScaling(4, 16, 32, 1) == RopeScaling(4.0, 16)
     hashes = {TINY.replace(rope_scaling=RopeScaling(factor, 16)).sha256() for factor in (4, 4.0)}
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(("name", "digest"), PINNED_HASHES.items())
+def test_hashes_that_committed_results_record_stay(name, digest):
+    assert ModelConfig.from_json(ROOT / "configs" / f"{name}.json").sha256() == digest
 
 
 def test_the_hash_is_the_same_in_another_process():

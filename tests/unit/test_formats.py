@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsflash_jax.numerics import minifloat
-from dsflash_jax.numerics.formats import FORMAT_NAMES, get_format, straight_through
+from dsflash_jax.numerics.format_table import CODE_BITS, FORMAT_NAMES, format_facts
+from dsflash_jax.numerics.formats import get_format, straight_through
 from dsflash_jax.numerics.minifloat import E2M1, E4M3
 from tests.oracles import quant
 
@@ -336,6 +337,17 @@ def test_odd_widths_of_ungrouped_formats_pack():
         rows = PACK[name](x)
         assert [bytes(r) for r in np.asarray(rows)] == [quant.pack_row(name, r) for r in np.asarray(x)]
         same_bits(UNPACK[name](rows, 7), quant.fake_quant(name, x))
+
+
+@every_format
+def test_codes_have_the_widths_that_sizes_count_with(name):
+    fmt = get_format(name)
+    facts = format_facts(name)
+    assert CODE_BITS[facts.element_code] == fmt.element.bits
+    assert (facts.scale_code is None) == (fmt.scale is None)
+    if fmt.scale is not None:
+        assert (CODE_BITS[facts.scale_code], facts.amax_floor) == (fmt.scale.bits, fmt.scale.floor)
+    assert fmt.row_bytes(64) == facts.row_bytes(64) == PACK[name](jnp.ones(64)).size
 
 
 def test_unknown_names_list_the_known_ones():

@@ -39,9 +39,12 @@ def check_experts(x, weights, experts, matrices, limit):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-6 * scale)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 8), (3, 2, 4), (9, 3, 5), (17, 1, 2), (70, 2, 4), (150, 4, 4)])
+SHAPES = [(1, 1, 1), (1, 2, 8), (3, 2, 4), (9, 3, 5), (17, 1, 2), (70, 2, 4), (150, 4, 4), (400, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_routed_experts(shape):
-    """Blocks of one row (decode) and of 8 to 64 rows, ragged last blocks, every expert chosen and some not at all."""
+    """Pairs alone (decode) and blocks of 8 to 128 rows, ragged last blocks, every expert chosen and some not at all."""
     rows, k, count = shape
     experts = np.stack([RNG.permutation(count)[:k] for _ in range(rows)]).astype(np.int32)
     check_experts(normal(rows, 6), np.abs(normal(rows, k)), experts, stacked(count, 6, 5), 1.5)
@@ -63,8 +66,9 @@ def test_a_zero_weight_gives_zero():
 
 
 def test_both_ways_have_the_same_gradients():
-    x, weights, matrices = normal(7, 6), np.abs(normal(7, 2)), stacked(4, 6, 5)
-    experts = jnp.asarray(np.stack([RNG.permutation(4)[:2] for _ in range(7)]), jnp.int32)
+    """7 rows of 2 among 7 experts are few enough to run pair by pair, which has a gradient."""
+    x, weights, matrices = normal(7, 6), np.abs(normal(7, 2)), stacked(7, 6, 5)
+    experts = jnp.asarray(np.stack([RNG.permutation(7)[:2] for _ in range(7)]), jnp.int32)
     grads = []
     for run in (routed_experts, routed_experts_all):
         loss = lambda x, w, m, run=run: jnp.sum(run(x, w, experts, *m, 1.5) ** 2)  # noqa: E731

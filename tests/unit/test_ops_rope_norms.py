@@ -1,9 +1,13 @@
 """RoPE tables, rotation and RMS norm against the loop oracles."""
 
+import tracemalloc
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dsflash_jax import steps
 from dsflash_jax.config import RopeScaling
 from dsflash_jax.ops.norms import rms_norm
 from dsflash_jax.ops.rope import apply_rope, model_tables, rope_tables
@@ -78,6 +82,29 @@ def test_each_layer_kind_has_its_table():
         cos, sin = rope_oracle.tables(8, cfg.max_position_embeddings, theta, scaling)
         np.testing.assert_allclose(tables[name]["cos"], cos, atol=TABLE_ATOL)
         np.testing.assert_allclose(tables[name]["sin"], sin, atol=TABLE_ATOL)
+
+
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_parameters_hold_the_tables_bit_for_bit(call):
+    cfg = running.tiny()
+    held = call(lambda: steps.init_params(cfg)["freqs"])()
+    for name, table in model_tables(cfg).items():
+        for part, values in table.items():
+            assert held[name][part].dtype == values.dtype == np.float32
+            np.testing.assert_array_equal(np.asarray(held[name][part]).view(np.uint32), values.view(np.uint32))
+
+
+def test_shapes_of_parameters_allocate_no_table():
+    """The four tables of these 2^24 positions would take 1 GiB; tracing the rest of the model takes some megabytes."""
+    cfg = running.tiny(max_position_embeddings=2**24)
+    tracemalloc.start()
+    try:
+        table = steps.abstract_params(cfg)["freqs"]["compressed"]["cos"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (table.shape, table.dtype) == ((2**24, cfg.qk_rope_head_dim // 2), jnp.float32)
+    assert peak < 2**26
 
 
 def test_yarn_matters_at_distance_1000():

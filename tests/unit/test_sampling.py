@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsflash_jax.sampling import Sampling, check_logits, filter_logits, greedy, sample
+from dsflash_jax.sampling import Sampling, check_logits, check_seed, filter_logits, greedy, sample
 
 LOGITS = jnp.log(jnp.array([0.4, 0.1, 0.3, 0.2]))
 INF = np.inf
@@ -35,6 +35,12 @@ def test_top_k_leaves_the_best(top_k, ids):
 )
 def test_top_p_leaves_the_fewest_that_reach_it(top_p, ids):
     assert left(LOGITS, top_p=top_p) == ids
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-38, 1e-39, 1e-50])
+def test_the_best_token_stays_however_small_top_p(top_p):
+    """float32 flushes the last three to zero, and no share is below zero."""
+    assert left([0.0, 1.0, 5.0, 2.0], top_p=Sampling(temperature=1.0, top_p=top_p).top_p) == [2]
 
 
 def test_top_p_counts_among_what_top_k_left():
@@ -104,6 +110,7 @@ def test_keys_decide():
         ({"temperature": -0.1}, r"temperature=-0\.1 must be 0 \(greedy\) or positive and finite"),
         ({"temperature": INF}, "temperature=inf must be 0"),
         ({"temperature": np.nan}, "temperature=nan must be 0"),
+        ({"temperature": 1e39}, r"temperature=1e\+39 must be 0 \(greedy\) or positive and finite in float32"),
         ({"top_p": 0.0}, r"top_p=0\.0 must lie above 0 and at most at 1"),
         ({"top_p": 1.1}, r"top_p=1\.1 must lie above 0 and at most at 1"),
         ({"top_p": np.nan}, "top_p=nan must lie above 0"),
@@ -114,6 +121,15 @@ def test_keys_decide():
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64, 1.0, True])
+def test_a_seed_that_a_key_would_cut_is_refused(seed):
+    """Without 64-bit types JAX drops the upper half: 2 ** 40 would draw as 0 does."""
+    check_seed(0)
+    check_seed(2**32 - 1)
+    with pytest.raises(ValueError, match=rf"seed={seed} must be a whole number in 0\.\.4294967295"):
+        check_seed(seed)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Task rows: what is asked, what answers it, and that a step's rows depend on (seed, step) alone."""
 
+import sys
+
 import numpy as np
 import pytest
 
-from dsflash_jax.training.data import HELD_OUT_STREAM, TaskMix, make_batch, split_batch, text_batch
-from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, TEXT_TOKENS
+from dsflash_jax.training.corpus import build_corpus
+from dsflash_jax.training.data import HELD_OUT_STREAM, TaskMix, make_batch, row_constants, split_batch, text_batch
+from dsflash_jax.training.vocabulary import DOCUMENT_BORDER, FIRST_KEY, FIRST_VALUE, TEXT_TOKENS
 
 TEXT = np.random.default_rng(0).integers(32, 127, 20_000).astype(np.uint8)
 RECALL = TaskMix(rows=64, context=128, window=16, recall=1.0)
@@ -126,9 +129,48 @@ def test_a_batch_splits_into_equal_parts_in_order():
 ])
 def test_a_mix_that_cannot_be_made_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        TaskMix(**{"rows": 4, "context": 64, "window": 8, **change})
+        TaskMix(**{"rows": 4, "context": 64, "window": 8, "recall": 0.75, **change})
 
 
 def test_text_shorter_than_a_row_is_refused():
     with pytest.raises(ValueError, match="has 10 tokens: a row of context=128 needs 129"):
         make_batch(RECALL, TEXT[:10], seed=0, step=0)
+
+
+def test_making_rows_takes_no_step_per_row():
+    """Counted, not timed: a busy machine changes nothing. Rows must be cheap beside a training step."""
+    few, many = (_calls(TaskMix(rows=rows, context=128, window=16, recall=0.75)) for rows in (16, 256))
+    assert many == few
+
+
+def _calls(mix):
+    calls = []
+    make_batch(mix, TEXT, 0, 0)  # what happens only once is done
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event.endswith("call") else None)
+    try:
+        make_batch(mix, TEXT, 0, 1)
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_rows_are_one_stream_across_document_borders():
+    """B19, decided in docs/decisions.md: a row runs on behind a border, which is a token to predict like any other.
+
+    There is no mask per document, so a group of two, a window or a selection may hold tokens of two documents.
+    """
+    corpus = build_corpus((f"file{i}.py", bytes([97 + i % 26]) * (11 + i)) for i in range(60))
+    text = TaskMix(rows=8, context=64, window=8, recall=0.0)
+    for batch in (make_batch(text, corpus.train, seed=3, step=0), text_batch(corpus.train, rows=8, context=64)):
+        assert batch.text_mask.all() and not batch.answer_mask.any()
+        borders = batch.tokens == DOCUMENT_BORDER
+        assert borders.any(axis=1).all(), "documents are shorter than a row: every row holds a border"
+        pooled = borders[:, 0::2]  # a border that opens a group of two: its partner is of the next document
+        assert pooled.any() and (batch.tokens[:, 1::2][pooled] != DOCUMENT_BORDER).all()
+        assert (batch.targets == DOCUMENT_BORDER).any()
+    assert not {"document", "document_id", "segment"} & set(batch._fields)
+
+
+def test_the_constants_that_shape_rows_are_named_for_the_record():
+    """A study writes them into its manifest; other values make other rows under equal settings."""
+    assert row_constants() == {"lag_shares": [0.6, 0.4], "near_pairs": 3, "copy_span": 8}

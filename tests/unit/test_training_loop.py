@@ -41,7 +41,7 @@ def init(cfg, seed):
     }
 
 
-def forward(params, tokens, cfg, *, dense, use_global, indexer_target):
+def forward(params, tokens, cfg, *, dense, use_global, indexer_target="served"):
     """Mixes a token with its past: the last two tokens, and (with the global branch) the mean of all before."""
     x = params["embed"]["weight"][tokens]
     counts = params["freqs"]["position"][: tokens.shape[1], None] + 1.0
@@ -85,25 +85,30 @@ def test_metrics_report_the_loss_before_the_update():
     assert record.answer_average == record.answer_loss and record.dense
 
 
-@pytest.mark.parametrize("interrupt", [3, 5])
-def test_an_interrupted_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, interrupt):
+def assert_interrupted_equals_whole(folder, interrupt):
+    """A run cut off after some steps and continued ends with the bits, and the losses, of one that was not."""
     settings = SETTINGS.replace(dense_until=100.0, average_decay=0.9)  # switches to top-k after the first step
-    whole_metrics, whole = drive(settings, tmp_path / "whole", checkpoint_every=2)
-    steps = train(CFG, settings, CORPUS, tmp_path / "parts", model=STAND_IN, checkpoint_every=2)
+    whole_metrics, whole = drive(settings, folder / "whole", checkpoint_every=2)
+    steps = train(CFG, settings, CORPUS, folder / "parts", model=STAND_IN, checkpoint_every=2)
     for _ in range(interrupt):
         next(steps)
     steps.close()
     train_step._build.cache_clear()  # a resumed run is another process: it compiles for itself
     jax.clear_caches()
-    rest, parts = drive(settings, tmp_path / "parts", checkpoint_every=2)
+    rest, parts = drive(settings, folder / "parts", checkpoint_every=2)
     assert rest[0].step == interrupt - interrupt % 2 + 1
     assert_same_bits(whole.params, parts.params)
-    one, other = (checkpoints.load_plain(tmp_path / name / "checkpoints") for name in ("whole", "parts"))
-    assert one.step == other.step == settings.steps
+    one, other = (checkpoints.load_plain(folder / name / "checkpoints") for name in ("whole", "parts"))
+    assert one.step == other.step == settings.steps and one.facts["devices"] == len(jax.devices())
     assert_same_bits(one.tree, other.tree)
     assert parts.switch_step == whole.switch_step == 2
-    losses = [record["loss"] for record in read_metrics(tmp_path / "parts" / "metrics.jsonl")]
+    losses = [record["loss"] for record in read_metrics(folder / "parts" / "metrics.jsonl")]
     assert losses == [record.loss for record in whole_metrics]
+
+
+@pytest.mark.parametrize("interrupt", [3, 5])
+def test_an_interrupted_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, interrupt):
+    assert_interrupted_equals_whole(tmp_path, interrupt)
 
 
 def test_a_finished_run_returns_its_result_without_work(tmp_path):
@@ -140,6 +145,13 @@ def test_selection_switches_once_when_the_average_falls_below_the_threshold():
 def test_selection_stays_dense_while_the_threshold_is_out_of_reach():
     metrics, result = drive(SETTINGS.replace(dense_until=0.0))
     assert all(record.dense for record in metrics) and result.switch_step is None
+
+
+def test_a_switch_after_the_last_step_is_none():
+    metrics, result = drive(SETTINGS.replace(steps=2, dense_until=100.0, average_decay=0.0))
+    assert [record.switch_step for record in metrics] == [2, 2] and result.switch_step == 2
+    metrics, result = drive(SETTINGS.replace(steps=1, dense_until=100.0, average_decay=0.0))
+    assert metrics[-1].switch_step is None and result.switch_step is None
 
 
 def test_another_seed_changes_parameters_and_rows():
@@ -202,6 +214,7 @@ def test_metrics_survive_a_torn_line_and_repeated_steps(tmp_path):
 
 TWO_DEVICES = """
 import sys
+from pathlib import Path
 sys.path.insert(0, {root!r})
 from dsflash_jax.training.devices import use_cpu_devices
 use_cpu_devices(2)
@@ -216,6 +229,15 @@ for a, b in zip(one, two):
     np.testing.assert_allclose(a.coverage, b.coverage, rtol=1e-6)
 for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(second.params)):
     np.testing.assert_allclose(a, b, atol=1e-4)
+from dsflash_jax.training.evaluate import evaluate, held_out_batches, make_predictor
+from tests.unit.test_training_loop import CFG, CORPUS, STAND_IN
+batches = held_out_batches(CFG, SETTINGS, CORPUS, 8, 4).recall
+one, two = (evaluate(make_predictor(CFG, SETTINGS.rows, n, STAND_IN), first.params, batches) for n in (1, 2))
+np.testing.assert_allclose(one.nll, two.nll, rtol=1e-5)
+np.testing.assert_allclose(one.coverage, two.coverage, rtol=1e-6)
+# As the command line trains: on two devices, cut off between two checkpoints, continued by what compiles anew.
+from tests.unit.test_training_loop import assert_interrupted_equals_whole
+assert_interrupted_equals_whole(Path({tmp!r}), interrupt=3)
 use_cpu_devices(2)
 for wrong, message in ((3, "comes too late: JAX already runs with 2"), (0, "must be at least 1")):
     try:
@@ -234,7 +256,7 @@ print("same")
 """
 
 
-def test_two_devices_train_the_same_model_as_one():
-    program = TWO_DEVICES.format(root=str(ROOT))
+def test_two_devices_train_the_same_model_as_one_and_resume_to_the_same_bits(tmp_path):
+    program = TWO_DEVICES.format(root=str(ROOT), tmp=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "same", done.stderr[-2000:]

@@ -71,7 +71,10 @@ def test_rope_tables_are_buffers():
     ({"steps": 0}, "steps=0 must be at least 1"),
     ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
     ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
-    ({"average_decay": 1.5}, "average_decay=1.5 must lie between 0 and 1"),
+    ({"final_share": 1.5}, "final_share=1.5 must lie between 0 and 1"),
+    ({"average_decay": 1.5}, "average_decay=1.5 must be at least 0 and below 1"),
+    ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+    ({"weight_decay": float("inf")}, "weight_decay=inf must be finite and not negative"),
     ({"seed": -1}, "seed=-1 must not be negative"),
 ])
 def test_bad_settings_are_named(change, message):

@@ -1,0 +1,187 @@
+"""A cache with the host bookkeeping that a loop over steps needs: slots, pages and the tokens known so far."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsflash_jax import steps
+from dsflash_jax.batch import Chunk, bucket, check_tokens, make_step
+from dsflash_jax.cache.layout import pages_for
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.cache.pages import PagePool
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.types import StepInfo
+
+Work = Mapping[Hashable, Sequence[int]]  # sequence name -> its next tokens
+PREFILL_ROWS = 128  # rows of a step at most: bounds memory, and the chunks of a prompt share one compiled shape
+
+
+class Planned(NamedTuple):
+    """A step that is ready to run, and the tokens it takes from each sequence."""
+
+    work: dict[Hashable, list[int]]
+    step: StepInfo
+
+
+class Session:
+    """Sequences by name on one cache. A name that is new opens a sequence; `close` gives its slot and pages back.
+
+    A refused call raises ValueError and changes nothing. Not for threads; sharing and eviction are left to an engine.
+    """
+
+    def __init__(
+        self,
+        params: steps.Params,
+        cfg: ModelConfig,
+        *,
+        num_pages: int,
+        sequences: int = 1,
+        prefill_rows: int = PREFILL_ROWS,
+        table_pages: int | None = None,
+    ) -> None:
+        """An empty cache of `num_pages` pages for up to `sequences` sequences at a time.
+
+        prefill_rows: a longer `append` runs in steps of that many rows, as a power of two.
+        table_pages: width of all block tables; without it, a power of two that grows with the longest sequence. Each
+        new width compiles a step, and a wider table is more to read.
+        """
+        for name, value in (("sequences", sequences), ("prefill_rows", prefill_rows)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.params, self.cfg = params, cfg
+        self.pool = PagePool(num_pages, cfg.page_size)
+        self.cache = ModelCache.empty(cfg, num_pages, sequences)
+        self._rows, self._table_pages = bucket(prefill_rows), table_pages
+        self._free = list(range(sequences))  # ascending, hence a heap
+        self._slots: dict[Hashable, int] = {}
+        self._known: dict[Hashable, list[int]] = {}
+        self._verified: Planned | None = None
+
+    def tokens(self, sequence: Hashable) -> tuple[int, ...]:
+        """Tokens of a sequence that the cache holds; () for one that is not open."""
+        return tuple(self._known.get(sequence, ()))
+
+    def append(self, work: Work) -> jax.Array:
+        """Processes the next tokens of each sequence: float32 logits [len(work), V] after the last token of each.
+
+        One token each is a decode step; more are a prefill, in as many steps as its rows need.
+        """
+        left = self._admit(work)
+        total = sum(map(len, left.values()))
+        rows = min(bucket(total), self._rows)
+        if total <= rows:
+            logits = self.run(self._plan(left, rows, left))
+            return logits if len(logits) == len(left) else logits[: len(left)]
+        last: dict[Hashable, jax.Array] = {}
+        while left:
+            part = _first_rows(left, rows)
+            logits = self.run(self._plan(part, rows, left))
+            last |= {name: logits[row] for row, name in enumerate(part) if len(part[name]) == len(left[name])}
+            left = {name: tokens[len(part.get(name, ())) :] for name, tokens in left.items()}
+            left = {name: tokens for name, tokens in left.items() if tokens}
+        return jnp.stack([last[name] for name in work])
+
+    def plan(self, work: Work) -> Planned:
+        """The one step that takes the next tokens of each sequence, its pages reserved: `run` runs it, once."""
+        admitted = self._admit(work)
+        return self._plan(admitted, bucket(sum(map(len, admitted.values()))), admitted)
+
+    def run(self, planned: Planned) -> jax.Array:
+        """Runs a plan before any other call: logits [S, V], a row per sequence in the plan's order, then padding."""
+        self._verified = None
+        logits, self.cache = steps.prefill(self.params, self.cache, planned.step, self.cfg)
+        for name, tokens in planned.work.items():
+            self._known[name] += tokens
+        return logits
+
+    def verify(self, work: Work) -> dict[Hashable, jax.Array]:
+        """Logits [k, V] after each of k drafted tokens per sequence. None is known yet: `commit` says how many are."""
+        for name, drafts in work.items():
+            if len(drafts) > self.cfg.num_draft_tokens + 1:
+                most = f"num_draft_tokens + 1 = {self.cfg.num_draft_tokens + 1}"
+                raise ValueError(f"sequence {name!r}: {len(drafts)} tokens to verify exceed {most}.")
+        planned = self.plan(work)
+        logits, self.cache = steps.verify(self.params, self.cache, planned.step, self.cfg)
+        self._verified = planned
+        ends = np.cumsum([len(drafts) for drafts in planned.work.values()])
+        return {name: logits[end - len(planned.work[name]) : end] for name, end in zip(planned.work, ends, strict=True)}
+
+    def commit(self, accepted: Mapping[Hashable, int]) -> None:
+        """Makes the first `accepted` tokens of each verified sequence known, none of a sequence that is left out.
+
+        Must follow `verify` with no other step between: an `append` in its place rejects all drafts.
+        """
+        if self._verified is None:
+            raise ValueError(f"accepted={dict(accepted)} has nothing to accept from: call verify first.")
+        work, step = self._verified
+        for name, count in accepted.items():
+            if name not in work:
+                raise ValueError(f"accepted names sequence {name!r}, verified were {', '.join(map(repr, work))}.")
+            if not 0 <= count <= len(work[name]):
+                most = len(work[name])
+                raise ValueError(f"sequence {name!r}: accepted={count} must lie in 0..{most}, the tokens verified.")
+        counts = np.zeros(step.num_seqs, np.int32)
+        counts[: len(work)] = [accepted.get(name, 0) for name in work]
+        self.cache = steps.commit(self.cache, step, counts)
+        for name, count in zip(work, counts.tolist(), strict=False):
+            self._known[name] += work[name][:count]
+        self._verified = None
+
+    def close(self, sequence: Hashable) -> None:
+        """Ends a sequence. Its slot and pages are free, their bytes stay until the next sequence writes over them."""
+        if sequence not in self._slots:
+            names = ", ".join(map(repr, self._slots)) or "none"
+            raise ValueError(f"sequence {sequence!r} is not open: open are {names}.")
+        self._verified = None
+        self.pool.release(sequence)
+        del self._known[sequence]
+        heapq.heappush(self._free, self._slots.pop(sequence))
+
+    def _admit(self, work: Work) -> dict[Hashable, list[int]]:
+        """Checks all of `work` first, then reserves its pages and opens its new sequences."""
+        if not work:
+            raise ValueError("work names no sequence: a step needs at least one.")
+        for name, tokens in work.items():
+            check_tokens(tokens, len(self._known.get(name, ())), self.cfg, f"sequence {name!r}")
+        new = [name for name in work if name not in self._slots]
+        if len(new) > len(self._free):
+            slots = len(self._slots) + len(self._free)
+            raise ValueError(f"sequence {new[len(self._free)]!r} has no slot: all {slots} are taken, close one first.")
+        ends = {name: len(self._known.get(name, ())) + len(tokens) for name, tokens in work.items()}
+        widest = max(map(self._pages, ends.values()))
+        if self._table_pages is not None and widest > self._table_pages:
+            raise ValueError(f"table_pages={self._table_pages} is smaller than the {widest} that this step needs.")
+        self.pool.reserve_all(ends)
+        for name in new:
+            self._slots[name], self._known[name] = heapq.heappop(self._free), []
+        return {name: [int(token) for token in tokens] for name, tokens in work.items()}
+
+    def _pages(self, tokens: int) -> int:
+        return pages_for(self.cfg, tokens)
+
+    def _plan(self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]]) -> Planned:
+        """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part."""
+        chunks = []
+        for name, tokens in work.items():
+            known = self._known[name]
+            pages = self.pool.pages(name)[: self._pages(len(known) + len(tokens))]
+            previous = known[-1] if known else -1
+            last = len(tokens) == len(wanted[name])
+            chunks.append(Chunk(self._slots[name], tokens, len(known), pages, previous_token=previous, last_chunk=last))
+        return Planned(work, make_step(chunks, self.cfg, rows=rows, pages=self._table_pages))
+
+
+def _first_rows(left: dict[Hashable, list[int]], rows: int) -> dict[Hashable, list[int]]:
+    """The first `rows` tokens of `left`, sequence by sequence."""
+    part: dict[Hashable, list[int]] = {}
+    for name, tokens in left.items():
+        if rows:
+            part[name] = tokens[:rows]
+            rows -= len(part[name])
+    return part
