@@ -113,7 +113,7 @@ def check_oracle_golden(folder, config, prompt, decoded, batch):
 def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
     """Entries are left out in every layer, also at ratio 8; the file holds every kind of array that has a rule."""
     row = check_oracle_golden(tmp_path, OTHER, prompt=31, decoded=4, batch=2)
-    assert row["arrays"] > 250
+    assert row["arrays"] > 200
     kinds = {key.split("/")[-1] for key in np.load(tmp_path / "other.f32.npz").files}
     assert kinds >= FLOATS | SELECTING | EXACT | set(CACHE_NAMES) | STATES | {"topk_idxs"}
 
