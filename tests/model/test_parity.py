@@ -128,7 +128,7 @@ def test_short_prompts_record_scores_only_from_the_step_that_has_an_entry(tmp_pa
 @pytest.mark.slow
 def test_the_released_pattern_of_owners_and_readers_is_judged(tmp_path):
     row = check_oracle_golden(tmp_path, PATTERN, prompt=43, decoded=5, batch=2)
-    assert row["arrays"] > 500
+    assert row["arrays"] > 400
 
 
 @functools.cache
