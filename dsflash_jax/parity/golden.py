@@ -57,10 +57,19 @@ def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
     return parts
 
 
+def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """All arrays of an .npz file. Raises ValueError for another kind of file, else what NumPy and zipfile raise."""
+    with open(path, "rb") as file:  # NumPy leaves a damaged file open
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError(f"{path.name}: not an .npz archive.")
+        return dict(loaded)
+
+
 def load_trace(path: pathlib.Path) -> Trace | list[str]:
     """The trace at `path`, or the list of its unbuilt parts. Raises ValueError for a folder without its weights."""
     case, mode = path.name.removesuffix(".npz").split(".")
-    arrays = dict(np.load(path, allow_pickle=False))
+    arrays = read_arrays(path)
     meta = json.loads(str(arrays.pop("meta_json")))
     reference = json.loads(str(arrays.pop("config_json")))
     unbuilt = unbuilt_parts(reference) + (["image tokens"] if "token_types" in arrays else [])
@@ -73,7 +82,7 @@ def load_trace(path: pathlib.Path) -> Trace | list[str]:
     weights_path = path.parent / meta["weights"]
     if not weights_path.exists():
         raise ValueError(f"{path.name}: its weights {meta['weights']} are not in {path.parent}.")
-    weights = dict(np.load(weights_path, allow_pickle=False))
+    weights = read_arrays(weights_path)
     tensors = {k.removeprefix("w/"): v for k, v in weights.items() if k.startswith("w/")}
     params = from_released(tensors, steps.abstract_params(cfg))
     params["freqs"] = {

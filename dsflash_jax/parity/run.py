@@ -14,7 +14,7 @@ import numpy as np
 
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.parity.flips import flipped_queries
-from dsflash_jax.parity.golden import MODES, Trace, load_trace
+from dsflash_jax.parity.golden import MODES, Trace, load_trace, read_arrays
 from dsflash_jax.parity.layerwise import replay_layers
 from dsflash_jax.parity.replay import in_small_pages, replay, replay_served
 from dsflash_jax.parity.rules import (
@@ -89,7 +89,7 @@ def _row(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _unit_row(name: str, path: pathlib.Path) -> dict[str, Any]:
-    verdicts, unbuilt = judge_units(name, dict(np.load(path, allow_pickle=False)))
+    verdicts, unbuilt = judge_units(name, read_arrays(path))
     if not verdicts:
         return _plain_row(name, "not built", ", ".join(unbuilt)) if unbuilt else _plain_row(name, "fail", "no array")
     notes = [f"not built: {', '.join(unbuilt)}"] if unbuilt else []
@@ -160,7 +160,7 @@ def judge_calm(trace: Trace, path: pathlib.Path) -> list[Verdict]:
     beside = path.with_name(f"{trace.name}.{trace.mode.replace('bf16', 'f32')}.npz")
     if not beside.exists():
         return [_missing(f"{beside.name} is not beside the file")]
-    golden, runs = np.load(beside, allow_pickle=False), {"traced": replay(trace), "served": replay_served(trace)}
+    golden, runs = read_arrays(beside), {"traced": replay(trace), "served": replay_served(trace)}
     return [
         _shaped(f"{key} against f32 ({label})", golden[key], ours[key], CALM_ATOL)
         for label, ours in runs.items()

@@ -128,7 +128,7 @@ def test_short_prompts_record_scores_only_from_the_step_that_has_an_entry(tmp_pa
 @pytest.mark.slow
 def test_the_released_pattern_of_owners_and_readers_is_judged(tmp_path):
     row = check_oracle_golden(tmp_path, PATTERN, prompt=43, decoded=5, batch=2)
-    assert row["arrays"] > 500
+    assert row["arrays"] > 400
 
 
 @functools.cache
@@ -341,7 +341,7 @@ def test_a_file_that_cannot_be_read_fails_alone(tmp_path):
     assert rows["B_short.f32"]["detail"].startswith("B_short.f32.npz: its weights A.weights.npz are not in")
     assert rows["B_window.bf16"]["detail"] == "lacks 'meta_json'"
     assert rows["C.f64"]["detail"].startswith("unknown file: a trace is named CASE.MODE.npz")
-    assert all(row["detail"] for row in rows.values())
+    assert all(row["detail"] for row in rows.values() if row["status"] == "fail")
 
 
 def _bytes_of(**arrays):
