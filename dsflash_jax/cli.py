@@ -288,9 +288,16 @@ class _Progress:
             self._bar.update(self._tasks[label], completed=done, total=total, metrics=text)
 
 
+class _Output(Console):
+    """Leaves a closed pipe to `main`: rich itself would end the process with status 1, a failed comparison's."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = _Output()
+    return console if console.is_terminal else _Output(width=PIPE_WIDTH)
 
 
 def _cell(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -55,8 +56,11 @@ def write_rows(path: Path, head: Mapping[str, Any], rows: Sequence[Mapping[str, 
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value of a JSON file. Raises ValueError naming the file where it holds no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error}).") from None
 
 
 def fingerprint(value: Any) -> str:
@@ -80,13 +84,33 @@ def open_folder(out: Path | None, root: Path, plan: Mapping[str, Any], *, resume
     return folder
 
 
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process: two runs in one folder would write the same files.
+
+    The claim ends with the process, also with a killed one. Raises ValueError where another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"out={str(folder)!r} is being worked on by another run: choose another folder.") from None
+    finally:
+        os.close(handle)
+
+
 def _unfinished(root: Path, plan: Mapping[str, Any]) -> Path | None:
+    """The newest folder under `root` that holds an unfinished run of `plan` on which no other process works."""
     if not root.is_dir():
         return None
     for folder in sorted(root.iterdir(), reverse=True):
-        if (folder / "config.json").is_file() and not (folder / "result.json").exists():
+        if (folder / "result.json").exists():
+            continue
+        with contextlib.suppress(ValueError, OSError):  # no run, a damaged one, or claimed: not ours to continue
             if fingerprint(read_json(folder / "config.json")) == fingerprint(plan):
-                return folder
+                with claimed(folder):
+                    return folder
     return None
 
 
@@ -96,6 +120,8 @@ def _refuse_other_contents(folder: Path, plan: Mapping[str, Any]) -> None:
     if not (folder / "config.json").is_file():
         raise ValueError(f"out={str(folder)!r} is not empty and holds no run of a study: choose another folder.")
     there = read_json(folder / "config.json")
+    if not isinstance(there, dict):
+        raise ValueError(f"out={str(folder)!r} holds a config.json that is no run's: choose another folder.")
     if fingerprint(there) != fingerprint(plan):
         names = [name for name in {**there, **plan} if there.get(name) != plan.get(name)]
         raise ValueError(

@@ -21,7 +21,7 @@ from dsflash_jax.training.devices import data_mesh
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import VALUE_TOKENS
 from experiments import figures, report
-from experiments.artifacts import note_time, open_folder, write_manifest, write_rows, write_text
+from experiments.artifacts import claimed, note_time, open_folder, write_manifest, write_rows, write_text
 from experiments.cell import Cell, Effort, Progress, Tools, recall_batches, run_cell
 from experiments.gate import NOT_A_RESULT, Gate, judge
 from experiments.rows import EQUAL_SHARE, LARGE, MAIN, measured
@@ -120,6 +120,17 @@ def run(
     status = NOT_A_RESULT if mode == "quick" else None
     plan = _plan(mode, budget, planned, corpus.summary(), status)
     folder = open_folder(out, Path("results") / STUDY, plan, resume=mode == "full")
+    with claimed(folder):
+        _run_in(folder, plan, budget, planned, corpus, progress, tools, begun)
+    return folder
+
+
+def _run_in(
+    folder: Path, plan: Mapping[str, Any], budget: Budget, planned: list[Cell], corpus: Corpus, progress: Progress,
+    tools: Tools | None, begun: float,
+) -> None:
+    """Every cell in turn, then gate and report; cells that have a result are read."""
+    mode, status = plan["mode"], plan.get("status")
     facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
     facts |= {"config_sha256": {cell.name: cell.cfg.sha256() for cell in planned}, "row_constants": row_constants()}
     write_manifest(folder, facts | ({"status": status} if status else {}))
@@ -133,7 +144,6 @@ def run(
     manifest = note_time(folder, time.perf_counter() - begun, finished=True)
     write_result(folder, plan, manifest, rows, gate)
     progress(STUDY, len(planned), len(planned), gate=gate.status)
-    return folder
 
 
 def _refuse_what_cannot_run(planned: list[Cell], corpus: Corpus) -> None:

@@ -55,6 +55,27 @@ def test_only_a_resumable_run_continues_the_newest_unfinished_folder_of_its_plan
     assert artifacts.open_folder(None, tmp_path, PLAN, resume=False).name > "20260104"
 
 
+def test_a_folder_in_use_is_neither_continued_nor_shared(tmp_path):
+    folder = artifacts.open_folder(tmp_path / "a", tmp_path, PLAN, resume=True)
+    with artifacts.claimed(folder):
+        assert artifacts.open_folder(None, tmp_path, PLAN, resume=True) != folder
+        with pytest.raises(ValueError, match="is being worked on by another run"), artifacts.claimed(folder):
+            pass
+    with artifacts.claimed(folder):  # the claim ends with its block
+        pass
+
+
+def test_damaged_folders_are_passed_over_and_named(tmp_path):
+    for name, text in (("broken", "{"), ("list", "[1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    assert artifacts.open_folder(None, tmp_path, PLAN, resume=True).name not in ("broken", "list")
+    with pytest.raises(ValueError, match=r"broken.config\.json: not a JSON file"):
+        artifacts.open_folder(tmp_path / "broken", tmp_path, PLAN, resume=True)
+    with pytest.raises(ValueError, match="holds a config.json that is no run's"):
+        artifacts.open_folder(tmp_path / "list", tmp_path, PLAN, resume=True)
+
+
 def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path):
     artifacts.open_folder(tmp_path / "run", tmp_path, PLAN, resume=False)
     with pytest.raises(ValueError, match=r"holds another run, which differs in mode, seeds: choose another folder\."):
