@@ -92,10 +92,11 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out={str(folder)!r} is being worked on by another run: choose another folder.") from None
         yield
-    except BlockingIOError:
-        raise ValueError(f"out={str(folder)!r} is being worked on by another run: choose another folder.") from None
     finally:
         os.close(handle)
 

@@ -21,7 +21,7 @@ from dsflash_jax.training.devices import data_mesh
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import VALUE_TOKENS
 from experiments import figures, report
-from experiments.artifacts import claimed, note_time, open_folder, write_manifest, write_rows, write_text
+from experiments.artifacts import claimed, note_time, open_folder, read_json, write_manifest, write_rows, write_text
 from experiments.cell import Cell, Effort, Progress, Tools, recall_batches, run_cell
 from experiments.gate import NOT_A_RESULT, Gate, judge
 from experiments.rows import EQUAL_SHARE, LARGE, MAIN, measured
@@ -133,16 +133,21 @@ def _run_in(
     mode, status = plan["mode"], plan.get("status")
     facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
     facts |= {"config_sha256": {cell.name: cell.cfg.sha256() for cell in planned}, "row_constants": row_constants()}
-    write_manifest(folder, facts | ({"status": status} if status else {}))
+    # A call that only reads finished cells is no session: the manifest names what made the numbers.
+    works = not all((folder / "cells" / cell.name / "result.json").is_file() for cell in planned)
+    if works:
+        write_manifest(folder, facts | ({"status": status} if status else {}))
     rows = []
     for done, cell in enumerate(planned):
         progress(STUDY, done, len(planned))
         rows.append(run_cell(cell, folder / "cells" / cell.name, corpus, progress, status or "", tools))
-        note_time(folder, time.perf_counter() - begun)
+        if works:
+            note_time(folder, time.perf_counter() - begun)
     _refuse_other_questions(planned, rows)
     gate = judge(rows, budget.seeds, is_check=mode == "quick")
-    manifest = note_time(folder, time.perf_counter() - begun, finished=True)
-    write_result(folder, plan, manifest, rows, gate)
+    if works:
+        note_time(folder, time.perf_counter() - begun, finished=True)
+    write_result(folder, plan, read_json(folder / "manifest.json"), rows, gate)
     progress(STUDY, len(planned), len(planned), gate=gate.status)
 
 
