@@ -5,6 +5,7 @@ can set the number of CPU devices before JAX initialises its backend.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except BrokenPipeError:
-        sys.stderr.close()  # the reader (`| head`) has gone; nobody is left to tell
+        # The reader (`| head`) has gone; the interpreter's last flush must not fail on what is still buffered.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, FloatingPointError) as error:  # the last: a loss or logits that are not finite
         if show_traceback:

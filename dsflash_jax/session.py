@@ -93,7 +93,15 @@ class Session:
         return self._plan(admitted, bucket(sum(map(len, admitted.values()))), admitted)
 
     def run(self, planned: Planned) -> jax.Array:
-        """Runs a plan before any other call: logits [S, V], a row per sequence in the plan's order, then padding."""
+        """Runs a plan before any other call: logits [S, V], a row per sequence in the plan's order, then padding.
+
+        Raises ValueError for a plan whose sequences have moved on since, also by running it.
+        """
+        for name, start in zip(planned.work, planned.step.start.tolist(), strict=False):
+            known = len(self._known[name]) if name in self._known else None
+            if known != start:
+                now = "it is closed" if known is None else f"it has {known} now"
+                raise ValueError(f"sequence {name!r} was planned behind {start} tokens, {now}: plan again.")
         self._verified = None
         logits, self.cache = steps.prefill(self.params, self.cache, planned.step, self.cfg)
         for name, tokens in planned.work.items():
@@ -123,14 +131,17 @@ class Session:
         for name, count in accepted.items():
             if name not in work:
                 raise ValueError(f"accepted names sequence {name!r}, verified were {', '.join(map(repr, work))}.")
-            if not 0 <= count <= len(work[name]):
+            if name not in self._slots:
+                raise ValueError(f"accepted names sequence {name!r}, which was closed after it was verified.")
+            if int(count) != count or not 0 <= count <= len(work[name]):
                 most = len(work[name])
-                raise ValueError(f"sequence {name!r}: accepted={count} must lie in 0..{most}, the tokens verified.")
+                raise ValueError(f"sequence {name!r}: accepted={count} must be one of 0..{most}, the tokens verified.")
         counts = np.zeros(step.num_seqs, np.int32)
         counts[: len(work)] = [accepted.get(name, 0) for name in work]
         self.cache = steps.commit(self.cache, step, counts)
         for name, count in zip(work, counts.tolist(), strict=False):
-            self._known[name] += work[name][:count]
+            if count:
+                self._known[name] += work[name][:count]
         self._verified = None
 
     def close(self, sequence: Hashable) -> None:
@@ -138,7 +149,6 @@ class Session:
         if sequence not in self._slots:
             names = ", ".join(map(repr, self._slots)) or "none"
             raise ValueError(f"sequence {sequence!r} is not open: open are {names}.")
-        self._verified = None
         self.pool.release(sequence)
         del self._known[sequence]
         heapq.heappush(self._free, self._slots.pop(sequence))

@@ -53,6 +53,15 @@ def judge(rows: Sequence[Mapping[str, Any]], seeds: Iterable[int], *, is_check: 
     return Gate(LEARNED if all(check.passed for check in checks) else NOT_LEARNED, checks)
 
 
+def control_learned(rows: Iterable[Mapping[str, Any]]) -> Check:
+    """Whether window only solves near recall among `rows` of one group: its own gate, where a group is beside the main
+    one. A model that has not learned what lies in its window tells nothing about what lies beyond.
+    """
+    control = {row["seed"]: row for row in rows if label(row) == "window only"}
+    rule = f"at least {NEAR_AT_LEAST:.0%}"
+    return _every_seed(control, sorted(control), "near", lambda value: value >= NEAR_AT_LEAST, rule)
+
+
 def _every_seed(control: Mapping[int, Any], seeds: Sequence[int], bucket: str, holds, rule: str) -> Check:
     values = [bucket_recall(control.get(seed), bucket) for seed in seeds]
     passed = bool(seeds) and all(value is not None and holds(value) for value in values)

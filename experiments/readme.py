@@ -9,9 +9,9 @@ from typing import Any
 
 from experiments.artifacts import read_json, write_text
 from experiments.compress_ratio import CHANCE
-from experiments.gate import LEARNED
-from experiments.report import dagger_note, guesses
-from experiments.rows import LARGE, Row, by_schedule, main_rows, measured, pooled
+from experiments.gate import LEARNED, control_learned
+from experiments.report import config_of, dagger_note, guesses, size_of
+from experiments.rows import LARGE, MAIN, Row, by_schedule, main_rows, measured, pooled
 from experiments.tables import COURSE, RECALL, Column, cost_columns, interval, points, table
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -29,6 +29,7 @@ def results_block(folder: Path, where: str) -> str:
             "is nothing to cite."
         )
     others = [row for row in result["rows"] if row["group"] == LARGE]
+    sizes = [row["parameters"] for row in result["rows"] if measured(row)]
     figures = [
         f"![{caption}]({where}/{name})"
         for name, caption in (
@@ -41,10 +42,10 @@ def results_block(folder: Path, where: str) -> str:
         f"window only recalls {points(100 * pooled(control, 'near').value)} % of the near pairs and "
         f"{points(100 * pooled(control, 'far').value)} % of the far ones.{guesses(rows, CHANCE)}"
     )
-    notes = [_wrapped(note) for note in (*dagger_note(rows).split("\n\n"), _larger(others))]
+    notes = [_wrapped(note) for note in (*dagger_note(rows).split("\n\n"), _larger(plan, others))]
     parts = [
         _wrapped(opening), table(rows, _columns(rows), _names(rows)), _wrapped(_reading(plan, rows)), *notes, *figures,
-        _wrapped(_limits(plan)),
+        _wrapped(_limits(plan, max(sizes))),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -88,25 +89,30 @@ def _reading(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
     )
 
 
-def _larger(rows: Sequence[Row]) -> str:
-    """Far recall of the larger configuration in a sentence; empty without it."""
+def _larger(plan: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Far recall of the larger configuration in a sentence, if its control learned; empty without such rows."""
+    if not rows:
+        return ""
+    learned = control_learned(rows)
+    if not learned.passed:
+        return f"The larger configuration is not cited. {learned.sentence}"
     found = {name: pooled(runs, "far") for name, runs in by_schedule(row for row in rows if measured(row)).items()}
     listed = ", ".join(f"{name} {interval(share)} %" for name, share in found.items() if share is not None)
-    return f"Larger configuration (context 256, six layers, one seed), far recall: {listed}." if listed else ""
+    return f"Larger configuration ({size_of(plan, LARGE)}, one seed), far recall: {listed}." if listed else ""
 
 
-def _limits(plan: Mapping[str, Any]) -> str:
+def _limits(plan: Mapping[str, Any], most_parameters: int) -> str:
     settings = plan["settings"]["main"]
-    config = next(iter(plan["configs"].values()))
+    config = config_of(plan, MAIN)
     count = len(plan["seeds"])
     seeds = "a spread (one seed)" if count == 1 else f"the spread of more than {count} trainings"
     share = 4 * config["index_topk"] / settings["context"]
     return (
         f"What it does not show: {seeds}; the ratio apart from the selected share (at m = 4 the top-k of "
         f"{config['index_topk']} takes {100 * share:.0f} % of the entries); what more than {settings['steps']} steps "
-        "would give; a saving at short contexts, where the fixed part decides; anything about models beyond a quarter "
-        "of a million parameters. A learned token shift at the embedding, not part of the published model, is what "
-        "lets models of this size learn."
+        "would give; a saving at short contexts, where the fixed part decides; anything about models of more than "
+        f"{most_parameters:,} parameters. A learned token shift at the embedding, not part of the published model, is "
+        "what lets models of this size learn."
     )
 
 

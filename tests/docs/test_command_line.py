@@ -79,6 +79,16 @@ def test_shipped_configurations_are_found_by_name_from_any_folder(tmp_path, monk
     assert config_path("v41_flash") == Path("v41_flash")
 
 
+def test_a_reader_that_stops_early_is_no_error():
+    """`dsflash kv v41_flash | head -1`: status 0 and nothing on stderr, whatever is still buffered."""
+    program = "import sys\nfrom dsflash_jax.cli import main\nsys.exit(main(['kv', 'v41_flash', '--context', '1M']))"
+    command = [sys.executable, "-u", "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == b""
+
+
 @pytest.mark.parametrize(
     "line", ["list", "roles v41_flash", "kv v41_flash --context 1M --json", "kv tiny --format main=bf16", "--help"]
 )

@@ -25,6 +25,9 @@ def evidence(folder, found, seeds=(0, 1, 2), mode="full"):
     return folder
 
 
+LARGER = [row(None, near=0.96, far=0.02, group="large"), row((2, 1), group="large")]
+
+
 def flat(text):
     return " ".join(text.split())
 
@@ -39,7 +42,7 @@ def test_the_readme_says_what_the_committed_evidence_says():
 def test_the_block_names_run_gate_table_and_limits(tmp_path):
     found = rows(far={(4, 4): 0.85})
     found[5] |= {"switch_step": None}
-    block = readme.results_block(evidence(tmp_path / "run", [*found, row((2, 1), group="large")]), "results/run")
+    block = readme.results_block(evidence(tmp_path / "run", [*found, *LARGER]), "results/run")
     text = flat(block)
     assert text.startswith("2026-01-01, `dsflash run compress-ratio --full`, **3 seeds**, 2 cores (a processor)")
     assert "JAX 0.10.2, 45 minutes ([report](results/run/report.md)" in text
@@ -47,7 +50,7 @@ def test_the_block_names_run_gate_table_and_limits(tmp_path):
     assert "| (2,1), the published pair | 300, 300, 300 | 100.0 | 98.0 (97.4 to 98.4) |" in block
     assert "| (4,4) \N{DAGGER} | never, 300, 300 |" in block and "\N{DAGGER} (4,4), seed 0: trained on all" in text
     assert "| B of 128 tokens | B of 512 tokens |" in block
-    assert "Larger configuration (context 256, six layers, one seed), far recall: (2,1) 100.0" in text
+    assert "Larger configuration (context 256, window 32, 6 layers, one seed), far recall: window only 2.0" in text
     assert "the spread of more than 3 trainings" in text and "takes 25 % of the entries" in text
     assert max(len(line) for line in block.splitlines() if not line.startswith("|")) <= 120
 
@@ -78,3 +81,11 @@ def test_only_the_part_between_the_marks_changes(tmp_path):
 def test_a_page_without_the_marks_is_refused(text):
     with pytest.raises(ValueError, match="the results have no place"):
         readme.with_results(text, "block")
+
+
+@pytest.mark.parametrize("near", [0.94, None])
+def test_a_larger_group_whose_control_did_not_learn_is_not_cited(tmp_path, near):
+    control = [] if near is None else [row(None, near=near, far=0.02, group="large")]
+    text = flat(readme.results_block(evidence(tmp_path / "run", [*rows(), *control, LARGER[1]]), "results/run"))
+    assert "The larger configuration is not cited." in text and "far recall: window only" not in text
+    assert ("94.0%" if near else "no seed") in text

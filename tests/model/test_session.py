@@ -123,8 +123,9 @@ def test_work_that_a_fixed_table_cannot_hold_is_refused():
 @pytest.mark.parametrize(
     ("accepted", "message"),
     [
-        ({"a": 4}, r"sequence 'a': accepted=4 must lie in 0\.\.3, the tokens verified"),
-        ({"a": -1}, r"sequence 'a': accepted=-1 must lie in 0\.\.3"),
+        ({"a": 4}, r"sequence 'a': accepted=4 must be one of 0\.\.3, the tokens verified"),
+        ({"a": -1}, r"sequence 'a': accepted=-1 must be one of 0\.\.3"),
+        ({"a": 1.7}, r"sequence 'a': accepted=1.7 must be one of 0\.\.3"),
         ({"b": 1}, "accepted names sequence 'b', verified were 'a'"),
     ],
 )
@@ -136,6 +137,29 @@ def test_accepting_what_was_not_verified_is_refused(accepted, message):
         mine.commit(accepted)
     mine.commit({"a": 1})
     assert mine.tokens("a") == (*A[:10], 1)
+
+
+def test_a_plan_runs_once_and_only_while_it_holds():
+    mine = session()
+    planned = mine.plan({"a": A[:3]})
+    mine.run(planned)
+    with pytest.raises(ValueError, match="sequence 'a' was planned behind 0 tokens, it has 3 now: plan again"):
+        mine.run(planned)
+    planned = mine.plan({"a": A[3:5]})
+    mine.close("a")
+    with pytest.raises(ValueError, match="sequence 'a' was planned behind 3 tokens, it is closed: plan again"):
+        mine.run(planned)
+
+
+def test_closing_one_sequence_leaves_what_was_verified_of_another():
+    mine = session()
+    mine.append({"a": A[:4], "b": B[:3]})
+    mine.verify({"a": A[4:6], "b": B[3:5]})
+    mine.close("b")
+    with pytest.raises(ValueError, match="'b', which was closed after it was verified"):
+        mine.commit({"b": 1})
+    mine.commit({"a": 2})
+    assert (mine.tokens("a"), mine.tokens("b")) == (tuple(A[:6]), ())
 
 
 def test_more_drafts_than_can_be_rolled_back_are_refused_before_anything_is_reserved():

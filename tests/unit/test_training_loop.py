@@ -106,7 +106,7 @@ def assert_interrupted_equals_whole(folder, interrupt):
     assert losses == [record.loss for record in whole_metrics]
 
 
-@pytest.mark.parametrize("interrupt", [3, 5])
+@pytest.mark.parametrize("interrupt", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_an_interrupted_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, interrupt):
     assert_interrupted_equals_whole(tmp_path, interrupt)
 
