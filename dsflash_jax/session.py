@@ -164,7 +164,7 @@ class Session:
             slots = len(self._slots) + len(self._free)
             raise ValueError(f"sequence {new[len(self._free)]!r} has no slot: all {slots} are taken, close one first.")
         ends = {name: len(self._known.get(name, ())) + len(tokens) for name, tokens in work.items()}
-        widest = max(map(self._pages, ends.values()))
+        widest = max(pages_for(self.cfg, end) for end in ends.values())
         if self._table_pages is not None and widest > self._table_pages:
             raise ValueError(f"table_pages={self._table_pages} is smaller than the {widest} that this step needs.")
         self.pool.reserve_all(ends)
@@ -172,15 +172,12 @@ class Session:
             self._slots[name], self._known[name] = heapq.heappop(self._free), []
         return {name: [int(token) for token in tokens] for name, tokens in work.items()}
 
-    def _pages(self, tokens: int) -> int:
-        return pages_for(self.cfg, tokens)
-
     def _plan(self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]]) -> Planned:
         """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part."""
         chunks = []
         for name, tokens in work.items():
             known = self._known[name]
-            pages = self.pool.pages(name)[: self._pages(len(known) + len(tokens))]
+            pages = self.pool.pages(name)[: pages_for(self.cfg, len(known) + len(tokens))]
             previous = known[-1] if known else -1
             last = len(tokens) == len(wanted[name])
             chunks.append(Chunk(self._slots[name], tokens, len(known), pages, previous_token=previous, last_chunk=last))

@@ -18,7 +18,7 @@ import numpy as np
 
 from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, bucket, make_step
-from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.parity.golden import Trace
@@ -119,7 +119,7 @@ def _phase_arrays(cfg: ModelConfig, captured: list[dict], phase: Rows, name: str
 
 def pages_per_sequence(cfg: ModelConfig) -> int:
     """Pages that hold the longest context of `cfg`."""
-    return -(-cfg.max_position_embeddings // cfg.page_size)
+    return pages_for(cfg, cfg.max_position_embeddings)
 
 
 def empty_cache(trace: Trace) -> ModelCache:
