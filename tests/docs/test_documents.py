@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -75,16 +76,29 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["gone.md", "figures/no.png"]
 
 
-def committed_text_files() -> list[Path]:
-    """Tracked text files, or all candidates where there is no git (a source archive)."""
-    suffixes = {"", ".md", ".toml", ".txt", ".json", ".jsonl", ".py", ".sh", ".yaml", ".yml", ".cfg", ".svg", ".csv"}
+def is_ignored(name: Path) -> bool:
+    """Whether .gitignore leaves out a folder of this relative path: caches and outputs that tools make in a run."""
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    folders = [line.rstrip("/") for line in lines if line.endswith("/")]
+    return any(
+        fnmatch(name.parts[0], folder[1:]) if folder.startswith("/") else any(fnmatch(p, folder) for p in name.parts)
+        for folder in [".git", *folders]
+    )
+
+
+def tracked_or_exported() -> list[Path]:
+    """Tracked files, or in an exported tree without git every file outside the ignored folders."""
     try:
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        paths = [ROOT / name for name in listed.splitlines()]
+        return [ROOT / name for name in listed.splitlines()]
     except (OSError, subprocess.CalledProcessError):
-        paths = list(ROOT.rglob("*"))
-    here = [path for path in paths if path.is_file() and path.suffix in suffixes]
-    return [path for path in here if ".git" not in path.relative_to(ROOT).parts]
+        return [path for path in ROOT.rglob("*") if not is_ignored(path.relative_to(ROOT))]
+
+
+def committed_text_files() -> list[Path]:
+    """Text files of the repository."""
+    suffixes = {"", ".md", ".toml", ".txt", ".json", ".jsonl", ".py", ".sh", ".yaml", ".yml", ".cfg", ".svg", ".csv"}
+    return [path for path in tracked_or_exported() if path.is_file() and path.suffix in suffixes]
 
 
 def test_no_committed_text_names_a_path_of_one_machine():
