@@ -32,7 +32,7 @@ FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4"]
 RAW = ["A", "B_one", "C4"]
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
-SLOW = ("A_calm.f32", "C4.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16")
+SLOW = ("A_calm.f32", "C.f32", "C4.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16")
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
 
 
@@ -111,6 +111,7 @@ def check_oracle_golden(folder, config, prompt, decoded, batch):
     return row
 
 
+@pytest.mark.slow
 def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
     """Entries are left out in every layer, also at ratio 8; the file holds every kind of array that has a rule."""
     row = check_oracle_golden(tmp_path, OTHER, prompt=31, decoded=4, batch=2)
@@ -119,6 +120,7 @@ def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
     assert kinds >= FLOATS | SELECTING | EXACT | set(CACHE_NAMES) | STATES | {"topk_idxs"}
 
 
+@pytest.mark.slow
 def test_short_prompts_record_scores_only_from_the_step_that_has_an_entry(tmp_path):
     """Prompt 3 at ratio 8: no entry before the fifth decode step. Runs the compiled steps of the test above."""
     check_oracle_golden(tmp_path, OTHER, prompt=3, decoded=7, batch=2)
