@@ -31,7 +31,8 @@ CHANCE = 1.0 / VALUE_TOKENS  # a uniform guess among the value tokens
 Schedule = tuple[int, int] | None  # (encoder ratio, decoder ratio); None is window only
 SCHEDULES: tuple[Schedule, ...] = (None, (1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 SMALL_TRAINING = TrainSettings()
-LARGE_TRAINING = TrainSettings(steps=600, rows=8, context=256, learning_rate=2e-3)
+# 600 steps leave its window-only control at 86.7 % near recall, below the gate.
+LARGE_TRAINING = TrainSettings(steps=1000, rows=8, context=256, learning_rate=2e-3)
 
 
 @dataclasses.dataclass(frozen=True)
