@@ -174,7 +174,8 @@ def released_topology() -> ModelConfig:
         vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=32, q_lora_rank=32, qk_rope_head_dim=8,
         o_groups=2, o_lora_rank=16, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
         sliding_window=16, index_n_heads=4, index_head_dim=32, index_topk=16, candidate_topk_blocks=8,
-        candidate_block_size=4, max_position_embeddings=512, engram_layer_ids=(), dtype="float32",
+        candidate_block_size=4, max_position_embeddings=512, engram_layer_ids=(), engram_num_embeddings=(),
+        num_nextn_predict_layers=0, dspark_target_layer_ids=(), quant_method="", expert_dtype="", dtype="float32",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dsflash_jax.cache.accounting import POOL_SEQUENCES
-from dsflash_jax.config import CACHES
+from dsflash_jax.config_rules import CACHES
 from dsflash_jax.shipped import config_path
 
 USER_ERROR = 2

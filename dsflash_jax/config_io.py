@@ -17,7 +17,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dsflash_jax.config import DTYPES, ModelConfig, RopeScaling
+from dsflash_jax.config import ModelConfig, RopeScaling
+from dsflash_jax.config_rules import DTYPES, QUANT_BLOCK, QUANT_METHODS
 
 # Reference-inference argument -> config key. Arguments with equal names are not listed.
 _REFERENCE_KEYS = {
@@ -36,10 +37,12 @@ _REFERENCE_KEYS = {
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "n_mtp_layers": "num_nextn_predict_layers",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+    "engram_pad_id": "engram_pad_token_id",
 }
 # Reference arguments that describe a run, an allocation, or a part this package does not build yet.
-_REFERENCE_UNUSED_PREFIXES = ("dspark_", "engram_", "vision_")
-_REFERENCE_UNUSED = {"max_batch_size", "temperature", "expert_dtype", "image_token_id"}
+_REFERENCE_UNUSED_PREFIXES = ("vision_",)
+_REFERENCE_UNUSED = {"max_batch_size", "temperature", "image_token_id"}
 _REFERENCE_YARN = ("original_seq_len", "rope_factor", "beta_fast", "beta_slow")
 # Keys of a released file that change the arithmetic and have one built value: another one is another model.
 _BUILT_VALUES = {
@@ -53,19 +56,27 @@ _BUILT_VALUES = {
     "topk_method": "noaux_tc",
 }
 # Keys of a released file that say nothing about the text backbone's arithmetic.
-_RELEASED_UNUSED_PREFIXES = ("dspark_", "engram_", "vision_", "image_", "_")
+_RELEASED_UNUSED_PREFIXES = ("vision_", "image_", "_")
 _RELEASED_UNUSED = {
-    "architectures", "auto_map", "bos_token_id", "eos_token_id", "expert_dtype", "initializer_range", "model_type",
-    "pad_token_id", "quantization_config", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+    "architectures", "auto_map", "bos_token_id", "eos_token_id", "initializer_range", "model_type", "pad_token_id",
+    "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")  # the second since transformers 5
+_AROUND = {*_ROPE_KEYS, "quantization_config"}
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 _YARN_FIELDS = tuple(field.name for field in dataclasses.fields(RopeScaling))
 # Of the YaRN variants: no factor on the attention's magnitude, and the ramp between whole dimensions.
 _YARN_BUILT_VALUES = {"attention_factor": 1, "truncate": True}
+_QUANTIZATION = "quantization_config"
+# Of packed weights: 32x32 blocks whose scales are powers of two; inputs are rounded as they come.
+_QUANTIZATION_BUILT_VALUES = {
+    "weight_block_size": [QUANT_BLOCK, QUANT_BLOCK], "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}  # fmt: skip
 _FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
 _NULL_MEANS = {
     "kv_source_layer_ids": (), "index_source_layer_ids": (), "engram_layer_ids": (), "candidate_source_layer_id": -1,
+    "engram_num_embeddings": (), "dspark_target_layer_ids": (), "expert_dtype": "",
 }  # fmt: skip
 
 
@@ -115,7 +126,7 @@ def _text_part(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
 
 def _with_keys_around(fields: dict[str, Any], raw: Mapping[str, Any], wrapper: str, name: str) -> dict[str, Any]:
     """`fields`, which lay inside the wrapper, and those beside it; a key in both places must say the same."""
-    around = _from_released({k: v for k, v in raw.items() if k in _FIELDS | _BUILT_VALUES.keys() | {*_ROPE_KEYS}}, name)
+    around = _from_released({k: v for k, v in raw.items() if k in _FIELDS | _BUILT_VALUES.keys() | _AROUND}, name)
     for key, value in around.items():
         if fields.get(key, value) != value:
             raise ValueError(f"{name}: {key}={value!r} beside {wrapper} contradicts {fields[key]!r} inside it.")
@@ -130,7 +141,11 @@ def _from_reference(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         if key in _REFERENCE_YARN or key in _REFERENCE_UNUSED:
             continue
         if key == "dtype" and value not in DTYPES:
-            continue  # how the reference stores its weights ("bf16", "fp8"), not the compute dtype
+            # How the reference stores its dense weights, not the compute dtype.
+            fields |= {"quant_method": value} if value in QUANT_METHODS else {}
+            continue
+        if value is None and key in _NULL_MEANS:
+            value = _NULL_MEANS[key]
         if target in fields or (key == "rope_scaling" and raw.get("original_seq_len")):
             raise ValueError(f"{name}: {key}={value!r} is a second value for {target}.")
         if target in _FIELDS:
@@ -154,7 +169,9 @@ def _from_released(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key, value in raw.items():
         if key in _ROPE_KEYS:
             continue
-        if key in _FIELDS:
+        if key == _QUANTIZATION:
+            fields |= _packed_weights(value, name)
+        elif key in _FIELDS:
             fields[key] = _NULL_MEANS.get(key) if value is None else value
         elif key in _BUILT_VALUES:
             _check_built(key, value, _BUILT_VALUES[key], name)
@@ -167,6 +184,22 @@ def _from_released(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _check_built(key: str, value: Any, built: Any, name: str) -> None:
     if value != built:
         raise ValueError(f"{name}: {key}={value!r} must be {built!r}: no other value is built.")
+
+
+def _packed_weights(value: Any, name: str) -> dict[str, str]:
+    """`quant_method` and `expert_dtype` from a `quantization_config`; null says nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: {_QUANTIZATION}={value!r} must be an object or null.")
+    for part, built in _QUANTIZATION_BUILT_VALUES.items():
+        if part in value:
+            _check_built(f"{_QUANTIZATION}.{part}", value[part], built, name)
+    kept = {key: value[key] for key in ("quant_method", "expert_dtype") if value.get(key) is not None}
+    unknown = sorted(value.keys() - kept.keys() - _QUANTIZATION_BUILT_VALUES.keys() - {"expert_dtype"})
+    if unknown:
+        raise ValueError(f"{name}: {_QUANTIZATION} has unknown part(s) {', '.join(unknown)}.")
+    return kept
 
 
 def _with_rope(fields: dict[str, Any], raw: Mapping[str, Any], name: str) -> dict[str, Any]:

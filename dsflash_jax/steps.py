@@ -34,6 +34,9 @@ def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     if cfg.engram_layer_ids:
         ids = list(cfg.engram_layer_ids)
         raise ValueError(f"engram_layer_ids={ids} must be empty: the n-gram memory is not built yet.")
+    for name in ("quant_method", "expert_dtype"):
+        if getattr(cfg, name):
+            raise ValueError(f"{name}={getattr(cfg, name)!r} must be empty: packed weights are not built yet.")
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0))))
 
 

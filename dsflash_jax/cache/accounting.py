@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsflash_jax.cache.layout import STATE_FORMAT, CacheLayout, Member, cache_layout
-from dsflash_jax.config import CACHES, ModelConfig
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.config_rules import CACHES
 from dsflash_jax.roles import layer_roles
 
 POOL_SEQUENCES = 64  # slots of the pool that the report sizes where nobody says another number

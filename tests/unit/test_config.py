@@ -16,6 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig.from_json(ROOT / "configs" / "tiny.json")
 RELEASED = ModelConfig.from_json(ROOT / "configs" / "v41_flash.json")
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+DRAFTS = {
+    "num_nextn_predict_layers": 2, "dspark_block_size": 3, "dspark_target_layer_ids": (3, 5), "dspark_markov_rank": 8,
+    "dspark_noise_token_id": 9, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1,
+}  # fmt: skip
+ENGRAM = {
+    "engram_layer_ids": (0, 2), "engram_num_embeddings": (420, 508), "engram_max_ngram_size": 3,
+    "engram_vocab_size": 100, "engram_n_heads": 2, "engram_head_dim": 32, "engram_compressed_vocab_size": 64,
+}  # fmt: skip
 
 # fields to change in tiny.json -> how the sentence starts: field, value, rule
 REFUSALS = {
@@ -47,6 +55,38 @@ REFUSALS = {
     "negative-ratio": ({"compress_ratios": (0, 0, -2, 2, 1, 1)}, "compress_ratios=-2 at layer 2 must be 0 or divide"),
     "ratios-too-few": (
         {"compress_ratios": (0, 0, 2, 2, 1)}, "compress_ratios=[0, 0, 2, 2, 1] has 5 entries, must have 6.",
+    ),
+    # n-gram memory, draft layers, packed weights
+    "engram-without-heads": (
+        {**ENGRAM, "engram_n_heads": 0}, "engram_n_heads=0 must be at least 1 when engram_layer_ids is set.",
+    ),
+    "engram-one-gram": (
+        {**ENGRAM, "engram_max_ngram_size": 1}, "engram_max_ngram_size=1 must be at least 2",
+    ),
+    "engram-tables": (
+        {**ENGRAM, "engram_num_embeddings": (420,)},
+        "engram_num_embeddings=[420] must have one entry for each of engram_layer_ids=[0, 2].",
+    ),
+    "engram-width": ({**ENGRAM, "engram_head_dim": 16}, "engram_head_dim=16 must be a multiple of 32"),
+    "engram-pad": ({**ENGRAM, "engram_pad_token_id": 4096}, "engram_pad_token_id=4096 must be below vocab_size="),
+    "engram-in-the-decoder": (
+        {**ENGRAM, "engram_layer_ids": (0, 4)}, "engram_layer_ids=[0, 4] names layer 4 at or above 4, where the decoder starts",
+    ),
+    "drafts-without-block": (
+        {**DRAFTS, "dspark_block_size": 0}, "dspark_block_size=0 must be at least 1 when num_nextn_predict_layers",
+    ),
+    "drafts-beyond-rollback": ({**DRAFTS, "dspark_block_size": 6}, "dspark_block_size=6 exceeds num_draft_tokens=5"),
+    "drafts-without-target": (
+        {**DRAFTS, "dspark_target_layer_ids": ()}, "dspark_target_layer_ids=[] must name a layer when num_nextn",
+    ),
+    "drafts-target-outside": ({**DRAFTS, "dspark_target_layer_ids": (6,)}, "dspark_target_layer_ids=[6] names layer 6"),
+    "drafts-experts": (
+        {**DRAFTS, "dspark_num_experts_per_tok": 5}, "dspark_num_experts_per_tok=5 exceeds dspark_n_routed_experts=4.",
+    ),
+    "drafts-noise": ({**DRAFTS, "dspark_noise_token_id": 4096}, "dspark_noise_token_id=4096 must be below vocab_size="),
+    "quant-unknown": ({"quant_method": "int4"}, "quant_method='int4' must be one of nothing, fp8."),
+    "quant-width": (
+        {"quant_method": "fp8", "hidden_size": 48}, "hidden_size=48 must be a multiple of 32 with quant_method='fp8'.",
     ),
     "ratios-neither-with-nor-without-drafts": (
         {"num_nextn_predict_layers": 2, "compress_ratios": (0, 0, 2, 2, 1, 1, 0)},
@@ -146,8 +186,11 @@ def test_rule(changes, sentence):
     [
         {"index_topk": 5},  # exactly the smallest pool
         {"index_topk": 500, "candidate_source_layer_id": -1},  # without a pool there is no such limit
-        {"num_nextn_predict_layers": 2},  # draft layers need not be listed
-        {"num_nextn_predict_layers": 2, "compress_ratios": (0, 0, 2, 2, 1, 1, 0, 0)},
+        DRAFTS,  # draft layers need not be listed
+        {**DRAFTS, "compress_ratios": (0, 0, 2, 2, 1, 1, 0, 0)},
+        {**DRAFTS, "dspark_block_size": 5, "dspark_num_experts_per_tok": 4},
+        ENGRAM,
+        {"quant_method": "fp8", "expert_dtype": "fp4"},
         {"qk_rope_head_dim": 32},  # the whole head may rotate
         {"page_size": 6},  # any page that the ratios divide
         {"compress_ratios": (0, 0, 8, 8, 4, 4)},
@@ -191,12 +234,18 @@ def reference_spelling(cfg):
     }  # fmt: skip
 
 
+QUANTIZATION = {
+    "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32], "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}  # fmt: skip
+
+
 def released_spelling(cfg):
     """The released config.json: upstream keys only, the text part nested, more around it."""
     upstream = {*json.loads((ROOT / "configs" / "v41_flash.json").read_text())} - {"dtype"}
     text = {key: value for key, value in cfg.to_dict().items() if key in upstream}
     text["rope_scaling"] = {**text["rope_scaling"], "type": "yarn"}
-    text |= {"model_type": "deepseek_v41", "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    text |= {"model_type": "deepseek_v41", "torch_dtype": "bfloat16", "quantization_config": QUANTIZATION}
     text |= BUILT_VALUES
     around = {"model_type": "deepseek_v41", "tie_word_embeddings": False, "vision_config": {"hidden_size": 1024}}
     return {**around, "text_config": text}
@@ -395,14 +444,16 @@ PINNED_HASHES = {
     "lab": "92c9e5d4e16940ed8df07792904ec8ff23b37a32a14b7d636d990201795992b6",
     "lab_large": "3c718f96f4d0d4ea2d425fd4297436b059d7f2cde073bbed02364c6d911a05b9",
     "tiny": "63999a8e32a0cf658708d381aaee0b67dae3ba02697727ab818ee14a97447388",
-    "v41_flash": "98313dd244711ab8e0a0a6244fd2ca73c610fd7c62fc9cc7cc4c94cc94f82909",
+    "v41_flash": "f792f42da21d0776dac5926da33298ab6725a5061222ca3e311837ec4ff7ab94",
     "bench_base": "5af2d2b8048074294fa99f4c342ec3d22ef20fcd8364287171f99d87a8329633",
 }
 OTHER_VALUES = {
     "compress_ratios": (0, 0, 4, 4, 1, 1), "kv_source_layer_ids": (2, 3, 4), "index_source_layer_ids": (2, 4),
-    "candidate_source_layer_id": -1, "engram_layer_ids": (1,), "scoring_func": "sigmoid", "dtype": "bfloat16",
+    "candidate_source_layer_id": -1, "engram_layer_ids": (0, 1), "scoring_func": "sigmoid", "dtype": "bfloat16",
     "score_dtype": "bfloat16", "window_format": "bf16", "main_format": "bf16", "index_format": "bf16",
-    "rope_scaling": RopeScaling(4, 16, 32, 2), "n_shared_experts": None, "hidden_size": 48, "head_dim": 64,
+    "rope_scaling": RopeScaling(4, 16, 32, 2), "num_nextn_predict_layers": 2, "engram_num_embeddings": (7,),
+    "dspark_target_layer_ids": (1,), "quant_method": "fp8", "expert_dtype": "fp4",
+    "n_shared_experts": None, "hidden_size": 48, "head_dim": 64,
     "qk_rope_head_dim": 10, "o_groups": 4, "num_attention_heads": 8, "index_head_dim": 64, "index_topk": 5,
     "num_hidden_layers": 7, "n_routed_experts": 5, "num_experts_per_tok": 3, "page_size": 16,
 }  # fmt: skip
@@ -418,6 +469,9 @@ def other(cfg, field):
     if new is None:
         return None
     changes = {field.name: new}
+    for switch, part in (("num_nextn_predict_layers", DRAFTS), ("engram_layer_ids", ENGRAM)):
+        if field.name == switch:
+            changes = part | changes
     if field.name == "kv_source_layer_ids":
         changes["index_source_layer_ids"] = (2, 3, 4, 5)
     if field.name == "num_hidden_layers":

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dsflash_jax", "experiments", "pallas_kernels")
 
-BASE = {"numerics", "config", "config_io", "roles", "types"}
+BASE = {"numerics", "config", "config_io", "config_rules", "roles", "types"}
 MODEL = BASE | {"ops", "cache", "modules"}
 STEPS = MODEL | {"steps", "batch", "sampling"}
 HOST = STEPS | {"session"}
@@ -24,6 +24,7 @@ ALLOWED = {
     "numerics": set(),
     "config": BASE,
     "config_io": BASE,
+    "config_rules": BASE,
     "roles": BASE,
     "types": BASE,
     "shipped": set(),
