@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,19 @@ import numpy as np
 from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.types import GLOBAL_GROUP, StepInfo
+from dsflash_jax.config_rules import QUANT_BLOCK
+from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
+from dsflash_jax.types import GLOBAL_GROUP, NgramRows, StepInfo
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Tokens of one sequence for one step. `pages` are its global pages in order (enough for start + tokens)."""
+    """Tokens of one sequence for one step. `pages` are its global pages in order (enough for start + tokens).
+
+    context: the tokens before `start`, newest last, which n-grams look back on; at least the last
+      `engram_max_ngram_size` - 1 of those there are. EXCLUDED (-1) stands for a token that n-grams do not read.
+    alive: per token whether n-grams read it and it reads them; image positions do not. None = all.
+    """
 
     slot: int
     tokens: Sequence[int]
@@ -31,6 +38,8 @@ class Chunk:
     replay_start: int = 0
     write_floor: int = 0
     last_chunk: bool = True
+    context: Sequence[int] = ()
+    alive: Sequence[bool] | None = None
 
 
 def bucket(n: int, smallest: int = 1) -> int:
@@ -45,12 +54,16 @@ def make_step(
     rows: int | None = None,
     seqs: int | None = None,
     pages: int | None = None,
+    ngram_hash: NgramHash | None = None,
 ) -> StepInfo:
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
-    Sizes default to the next power of two, `pages` to no more than the longest context needs. Raises ValueError for a
-    chunk without tokens, token ids out of range, positions past `max_position_embeddings`, block tables too short or
-    naming a page twice, repeated or negative slots, facts that contradict `start`, and buckets too small.
+    Sizes default to the next power of two, `pages` to no more than the longest context needs. `ngram_hash` is used with
+    Engram layers only; without one the stand-in map is hashed, which suits models that have no tokenizer.
+
+    Raises ValueError for a chunk without tokens, token ids out of range, positions past `max_position_embeddings`, block
+    tables too short or naming a page twice, repeated or negative slots, facts that contradict `start`, a context too
+    short for the n-grams, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)
@@ -82,7 +95,20 @@ def make_step(
             per_seq[name][s] = value
         last_chunk[s] = chunk.last_chunk
         table[s, : len(chunk.pages)] = chunk.pages
-    return StepInfo(**per_row, **per_seq, last_chunk=last_chunk, block_tables={GLOBAL_GROUP: table})
+    ngrams = _ngram_rows(chunks, rows, ngram_hash or stand_in_hash(cfg)) if cfg.engram_layer_ids else None
+    return StepInfo(**per_row, **per_seq, last_chunk=last_chunk, block_tables={GLOBAL_GROUP: table}, ngrams=ngrams)
+
+
+def _ngram_rows(chunks: Sequence[Chunk], rows: int, ngram_hash: NgramHash) -> NgramRows:
+    """Row numbers of all tokens; none in padding rows and for excluded tokens, whose gate is closed."""
+    layers, columns = ngram_hash.offsets.shape
+    index, row = np.full((rows, layers, columns), -1, np.int32), 0
+    for chunk in chunks:
+        alive = np.ones(len(chunk.tokens), bool) if chunk.alive is None else np.asarray(chunk.alive)
+        found = ngram_hash.rows(np.where(alive, chunk.tokens, EXCLUDED), chunk.context)
+        index[row : row + len(found)] = np.where(alive[:, None, None], found, -1)
+        row += len(found)
+    return NgramRows(index)
 
 
 def check_tokens(tokens: Sequence[int], start: int, cfg: ModelConfig, where: str) -> None:
@@ -104,6 +130,8 @@ def _check_chunk(chunk: Chunk, cfg: ModelConfig) -> None:
         raise ValueError(f"slot={chunk.slot} must not be negative: only padding has no slot.")
     check_tokens(chunk.tokens, chunk.start, cfg, where)
     _check_facts(chunk, cfg, where)
+    if cfg.engram_layer_ids:
+        _check_lookback(chunk, cfg, where)
     end = chunk.start + len(chunk.tokens)
     have, need = len(chunk.pages), pages_for(cfg, end)
     if have < need and cfg.kv_source_layer_ids:
@@ -124,6 +152,22 @@ def _check_facts(chunk: Chunk, cfg: ModelConfig, where: str) -> None:
     if cfg.token_shift and first != (chunk.start == 0):
         rule = "the token before start, which token_shift reads; -1 at start 0 only"
         raise ValueError(f"{where}: previous_token={chunk.previous_token} at start={chunk.start} must be {rule}.")
+
+
+def _check_lookback(chunk: Chunk, cfg: ModelConfig, where: str) -> None:
+    have, need = len(chunk.context), min(chunk.start, cfg.engram_max_ngram_size - 1)
+    if not need <= have <= chunk.start:
+        rule = f"must hold {need} to {chunk.start}: n-grams of {cfg.engram_max_ngram_size} look back across chunks"
+        raise ValueError(f"{where}: context of {have} tokens at start={chunk.start} {rule}.")
+    known = [token for token in chunk.context if token != EXCLUDED]
+    if known:
+        check_token_ids(known, cfg, f"{where}, context")
+    if chunk.alive is None:
+        return
+    alive = np.asarray(chunk.alive)
+    if alive.shape != (len(chunk.tokens),) or alive.dtype != bool:
+        have = f"{alive.dtype}{list(alive.shape)}"
+        raise ValueError(f"{where}: alive of type {have} must hold true or false for each of {len(chunk.tokens)} tokens.")
 
 
 def check_token_ids(tokens: Sequence[int], cfg: ModelConfig, where: str) -> None:
@@ -167,6 +211,38 @@ def _check_range(field: str, values: Any, count: int, what: str) -> None:
         return
     bad = values[(values < -1) | (values >= count)][0]
     raise ValueError(f"{field}={bad} must lie in 0..{count - 1}, or be -1 for none: the cache has {count} {what}.")
+
+
+def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) -> None:
+    """Raises ValueError if a step lacks the rows that the Engram layers of `cfg` read, or a table is not as they are.
+
+    A table that is not among the parameters stays on the host: then the step must bring the fetched rows.
+    """
+    if not cfg.engram_layer_ids:
+        return
+    columns = (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
+    need = (step.num_rows, len(cfg.engram_layer_ids), columns)
+    if step.ngrams is None or step.ngrams.index.shape != need:
+        have = None if step.ngrams is None else step.ngrams.index.shape
+        raise ValueError(f"ngrams.index of shape {have} must be {need}: rows, engram_layer_ids, rows of a table each.")
+    width, fetched = cfg.engram_head_dim, step.ngrams.fetched
+    row_bytes = width + width // QUANT_BLOCK
+    if fetched is not None and (fetched.shape[0], fetched.shape[2:]) != (need[1], (row_bytes,)):
+        raise ValueError(f"ngrams.fetched of shape {fetched.shape} must be ({need[1]}, rows, {row_bytes}).")
+    for at, (layer, rows) in enumerate(zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True)):
+        name = f"layers.{layer}.engram.embed"
+        if fetched is not None:
+            _check_range(f"ngrams.index of {name}", step.ngrams.index[:, at], fetched.shape[1], "fetched rows")
+            continue
+        table = params["layers"][layer]["engram"].get("embed")
+        if not table:
+            rule = "is not among the parameters: fetch the rows of every step from the host (HostTables.fetch)"
+            raise ValueError(f"{name}.weight {rule}.")
+        for part, shape in (("weight", (rows, width)), ("scale", (rows, width // QUANT_BLOCK))):
+            if table[part].shape != shape or table[part].dtype != np.uint8:
+                have = f"{table[part].dtype}{list(table[part].shape)}"
+                raise ValueError(f"{name}.{part} of type {have} must be uint8{list(shape)}: engram_num_embeddings rows.")
+        _check_range(f"ngrams.index of {name}", step.ngrams.index[:, at], rows, "rows")
 
 
 def check_verified_rows(step: StepInfo, cfg: ModelConfig) -> None:

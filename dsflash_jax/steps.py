@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dsflash_jax.batch import check_accepted, check_cache, check_step, check_verified_rows
+from dsflash_jax.batch import check_accepted, check_cache, check_ngrams, check_step, check_verified_rows
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.transformer import Transformer, commit_lengths
@@ -31,9 +31,6 @@ EXACT_ROUNDING = {"xla_allow_excess_precision": False}
 @functools.lru_cache(maxsize=32)
 def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure and abstract state of a model of `cfg`; nothing is allocated."""
-    if cfg.engram_layer_ids:
-        ids = list(cfg.engram_layer_ids)
-        raise ValueError(f"engram_layer_ids={ids} must be empty: the n-gram memory is not built yet.")
     for name in ("quant_method", "expert_dtype"):
         if getattr(cfg, name):
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be empty: packed weights are not built yet.")
@@ -67,10 +64,12 @@ def forward(
     dense: jax.Array | bool = False,
     use_global: jax.Array | bool = True,
     indexer_target: str = "served",
+    ngram_rows: jax.Array | None = None,
 ) -> ForwardOutput:
     """Whole sequences int32[B, T] from position 0, differentiable; see `modules/whole_sequence.py`. Not jitted itself.
 
-    `dense` and `use_global` may be traced booleans. Raises ValueError for tokens of another rank, rows that are empty
+    `dense` and `use_global` may be traced booleans. `ngram_rows` int32[B, T, L, C], which a model with Engram layers
+    needs, are those of `NgramHash.rows`; its tables are packed and take no gradient. Raises ValueError for tokens of another rank, rows that are empty
     or longer than `max_position_embeddings`, an unknown `indexer_target`, and the two keys that reproduce the released
     scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
     """
@@ -84,8 +83,11 @@ def forward(
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
     if indexer_target not in ("served", "own"):
         raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
+    if cfg.engram_layer_ids and ngram_rows is None:
+        rule = "need ngram_rows in forward: n-grams are hashed on the host (NgramHash.rows)"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
     flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
-    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target)
+    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target, ngram_rows)
 
 
 @functools.partial(
@@ -104,6 +106,7 @@ def prefill(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig)
     """
     check_cache(cache, cfg)
     check_step(step, cache)
+    check_ngrams(step, params, cfg)
     return _step(params, cache, step, cfg, "last", True)
 
 
@@ -124,6 +127,7 @@ def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) 
     """
     check_cache(cache, cfg)
     check_step(step, cache)
+    check_ngrams(step, params, cfg)
     check_verified_rows(step, cfg)
     return _step(params, cache, step, cfg, "all", False)
 

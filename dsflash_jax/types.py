@@ -10,10 +10,17 @@ import jax
 GLOBAL_GROUP = "global"
 
 
+class NgramRows(NamedTuple):
+    """Table rows that a step's tokens read in its L Engram layers, C rows each. Hashed on the host: JAX has no int64."""
+
+    index: jax.Array  # int32[T, L, C] rows of the layer's table, or of `fetched`; -1 = none: padding, excluded token
+    fetched: jax.Array | None = None  # uint8[L, U, row bytes] packed rows, where the tables stay on the host
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """One ragged step: T query rows of up to S sequences. All arrays are int32 except `last_chunk` (bool).
+    """One ragged step: T query rows of up to S sequences. All arrays are int32 but `last_chunk` and `ngrams.fetched`.
 
     The rows of a sequence are contiguous, ascending in position, and start at position `start`. Padding rows have
     position -1; unused sequence entries have slot -1, start = length = 0 and last_row -1.
@@ -31,6 +38,7 @@ class StepInfo:
     last_row: jax.Array  # [S] row of the last token, -1 = unused
     last_chunk: jax.Array  # [S] whether the prompt ends in this step; for schedulers, no model code reads it
     previous_token: jax.Array  # [S] token at start - 1, -1 = none
+    ngrams: NgramRows | None = None  # only for models with Engram layers
 
     @property
     def num_rows(self) -> int:

@@ -11,6 +11,7 @@ from flax import nnx
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention
+from dsflash_jax.modules.engram import Engram
 from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial_streams, run_sublayer
 from dsflash_jax.modules.layer import StepContext, attention_step
 from dsflash_jax.modules.linear import Buffer, Linear, RMSNorm
@@ -54,6 +55,7 @@ class Layer(nnx.Module):
     """Attention and feed-forward around the residual streams. Names are the released tensor names."""
 
     def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
+        self.engram = Engram(cfg, role.layer, rngs) if role.layer in cfg.engram_layer_ids else None
         self.attn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.attn = Attention(cfg, role, rngs)
         self.ffn_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -145,6 +147,9 @@ def _run_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCac
         _record(capture, ffn_in=x, ffn_out=out)
         return out
 
+    if layer.engram is not None:
+        streams = layer.engram(streams, context.step.ngrams)
+        _record(capture, engram_out=streams)
     streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
     streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
     _record(capture, h_out=streams, pre_mix_out=pre)

@@ -21,6 +21,7 @@ from dsflash_jax.ops.linear import einsum_f32
 from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.ops.sparse_attention import sink_softmax
 from dsflash_jax.ops.topk import topk_mask
+from dsflash_jax.types import NgramRows
 
 
 class ForwardOutput(NamedTuple):
@@ -51,7 +52,13 @@ class _Carried(NamedTuple):
     coverage: tuple[jax.Array, ...] = ()  # of every layer with a global branch so far
 
 
-def whole_sequence(model: Transformer, tokens: jax.Array, flags: Flags, indexer_target: str) -> ForwardOutput:
+def whole_sequence(
+    model: Transformer,
+    tokens: jax.Array,
+    flags: Flags,
+    indexer_target: str,
+    ngram_rows: jax.Array | None = None,
+) -> ForwardOutput:
     """Runs tokens int32[B, T] from position 0.
 
     `indexer_target`: "served" trains each index source on the mean attention of the layers that use its selection,
@@ -66,6 +73,8 @@ def whole_sequence(model: Transformer, tokens: jax.Array, flags: Flags, indexer_
     for layer in model.layers:
         if layer.attn.role.indexes:
             losses += _indexer_losses(carried, flags, indexer_target)
+        if layer.engram is not None:
+            streams = layer.engram(streams, NgramRows(ngram_rows))
         streams, pre, carried = _layer(layer, streams, pre, ropes, carried, flags)
     losses += _indexer_losses(carried, flags, indexer_target)
     zero = jnp.zeros((), jnp.float32)

@@ -11,8 +11,10 @@ import numpy as np
 
 from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.ops.ngram_hash import NgramHash
 from dsflash_jax.weights.names import from_released
 
+TEXT = -1  # in `token_types`; all other kinds are parts of an image
 MODES = ("f32", "f32_raw", "bf16", "bf16_raw")
 
 
@@ -26,11 +28,22 @@ class Trace:
     params: steps.Params
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
+    ngram_hash: NgramHash | None = None  # with the file's token map, all else is ours
+    engram: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # the file's own hash constants
 
     @property
     def batch(self) -> int:
         """Sequences B."""
         return self.arrays["input_ids"].shape[0]
+
+    @property
+    def alive(self) -> np.ndarray:
+        """bool[B, T + N]: tokens that n-grams read, all but image positions."""
+        types, ids = self.arrays.get("token_types"), self.arrays["input_ids"]
+        alive = np.ones(ids.shape, bool)
+        if types is not None:
+            alive[:, : types.shape[1]] = types == TEXT
+        return alive
 
     @property
     def prompt(self) -> int:
@@ -46,8 +59,6 @@ class Trace:
 def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
     """Parts of a recorded model that this package does not build yet, in words."""
     parts = []
-    if reference.get("engram_layer_ids"):
-        parts.append("Engram")
     if reference.get("n_mtp_layers"):
         parts.append("DSpark")
     if reference.get("dtype") == "fp8" or reference.get("expert_dtype"):
@@ -72,7 +83,7 @@ def load_trace(path: pathlib.Path) -> Trace | list[str]:
     arrays = read_arrays(path)
     meta = json.loads(str(arrays.pop("meta_json")))
     reference = json.loads(str(arrays.pop("config_json")))
-    unbuilt = unbuilt_parts(reference) + (["image tokens"] if "token_types" in arrays else [])
+    unbuilt = unbuilt_parts(reference)
     if unbuilt:
         return unbuilt
     dtype = "bfloat16" if mode.startswith("bf16") else "float32"
@@ -88,4 +99,6 @@ def load_trace(path: pathlib.Path) -> Trace | list[str]:
     params["freqs"] = {
         table: {part: weights[f"freqs/{table}/{part}"] for part in ("cos", "sin")} for table in ("swa", "compressed")
     }
-    return Trace(case, mode, cfg, params, arrays, meta)
+    engram = {k.removeprefix("engram/"): v for k, v in weights.items() if k.startswith("engram/")}
+    ngram_hash = NgramHash.of(cfg, engram.get("token_map")) if cfg.engram_layer_ids else None
+    return Trace(case, mode, cfg, params, arrays, meta, ngram_hash, engram)

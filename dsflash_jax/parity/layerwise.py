@@ -30,6 +30,7 @@ from dsflash_jax.roles import LayerRole, layer_roles
 from dsflash_jax.types import Published, StepInfo
 
 STREAMS = ("attn_in", "attn_out", "ffn_in", "ffn_out", "h_out")
+MEMORY = "engram_out"  # recorded in Engram layers only
 
 
 def replay_layers(trace: Trace) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def recorded_inputs(trace: Trace, phase: Rows, num_rows: int) -> list[dict[str, 
 
     for role in layer_roles(cfg):
         at = f"L{role.layer}/{prefix}/"
-        layer = {name: jnp.asarray(rows(at + name), cfg.dtype) for name in STREAMS}
+        names = STREAMS + ((MEMORY,) if role.layer in cfg.engram_layer_ids else ())
+        layer = {name: jnp.asarray(rows(at + name), cfg.dtype) for name in names}
         layer["pre_mix_out"] = rows(at + "pre_mix_out")
         if role.indexes:
             layer["selection"] = np.full((num_rows, cfg.index_topk), -1, np.int32)
@@ -125,6 +127,9 @@ def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: Model
         return given["ffn_out"]
 
     cfg = layer.attn.cfg
+    if layer.engram is not None:
+        capture[MEMORY] = layer.engram(streams, context.step.ngrams)
+        streams = given[MEMORY]
     streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
     streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
     capture |= {"h_out": streams, "pre_mix_out": pre}

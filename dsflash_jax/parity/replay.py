@@ -21,6 +21,7 @@ from dsflash_jax.batch import Chunk, bucket, make_step
 from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.ops.ngram_hash import EXCLUDED
 from dsflash_jax.parity.golden import Trace
 from dsflash_jax.parity.rules import CachedRows
 from dsflash_jax.roles import layer_roles
@@ -94,7 +95,7 @@ def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
     cfg, ids, cache, tables = trace.cfg, trace.arrays["input_ids"], empty_cache(trace), page_tables(trace)
     phase = Rows(trace.batch, trace.prompt, 0)
     captured, cache = run(cache, ids[:, : trace.prompt], phase)
-    ours = _phase_arrays(cfg, captured, phase, "prefill")
+    ours = _phase_arrays(trace, captured, phase, "prefill")
     ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
     ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
     ours |= cache_arrays(cfg, cache, tables, trace.prompt, "prefill")
@@ -102,16 +103,18 @@ def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
     for n in range(trace.decoded):
         phase = Rows(trace.batch, 1, trace.prompt + n)
         captured, cache = run(cache, ids[:, phase.start : phase.start + 1], phase)
-        decoded.append(_phase_arrays(cfg, captured, phase, "decode"))
+        decoded.append(_phase_arrays(trace, captured, phase, "decode"))
         decoded[-1]["decode/logits"] = decoded[-1]["decode/logits_all"][:, 0]
         decoded[-1]["decode/output_ids"] = decoded[-1]["decode/logits"].argmax(-1)
     ours |= {key: stack_padded([arrays[key] for arrays in decoded]) for key in (decoded[0] if decoded else ())}
     return ours | cache_arrays(cfg, cache, tables, trace.prompt + trace.decoded, "final")
 
 
-def _phase_arrays(cfg: ModelConfig, captured: list[dict], phase: Rows, name: str) -> dict[str, Any]:
-    captured = jax.device_get(captured)
+def _phase_arrays(trace: Trace, captured: list[dict], phase: Rows, name: str) -> dict[str, Any]:
+    cfg, captured = trace.cfg, jax.device_get(captured)
     out = {f"{name}/{key}": _rows(value, phase) for key, value in captured[-1].items()}
+    if trace.ngram_hash is not None:
+        out[f"{name}/engram_hashes"] = ngram_rows(trace, phase)
     for layer, arrays in enumerate(captured[:-1]):
         out |= {f"L{layer}/{name}/{key}": value for key, value in layer_arrays(cfg, layer, arrays, phase).items()}
     return out
@@ -136,8 +139,24 @@ def page_tables(trace: Trace, shuffled: bool = False) -> np.ndarray:
 
 def batch_step(trace: Trace, tokens: np.ndarray, start: int, tables: np.ndarray):
     """The ragged step of tokens [B, n] at `start` for all sequences."""
-    chunks = [Chunk(b, tokens[b].tolist(), start, tables[b].tolist()) for b in range(trace.batch)]
-    return make_step(chunks, trace.cfg, rows=bucket(tokens.size, PREFILL_ROWS if start == 0 else 1))
+    alive = trace.alive
+    before, here = np.where(alive, trace.arrays["input_ids"], EXCLUDED)[:, :start], alive[:, start:]
+    chunks = [
+        Chunk(
+            b, tokens[b].tolist(), start, tables[b].tolist(),
+            context=before[b].tolist(), alive=here[b, : tokens.shape[1]].tolist(),
+        )
+        for b in range(trace.batch)
+    ]  # fmt: skip
+    rows = bucket(tokens.size, PREFILL_ROWS if start == 0 else 1)
+    return make_step(chunks, trace.cfg, rows=rows, ngram_hash=trace.ngram_hash)
+
+
+def ngram_rows(trace: Trace, phase: Rows) -> np.ndarray:
+    """int64[B, n, L, C]: the row numbers that the tokens of a phase hash to, image positions (which read none) too."""
+    ids = np.where(trace.alive, trace.arrays["input_ids"], EXCLUDED)
+    rows = [trace.ngram_hash.rows(row[phase.start : phase.start + phase.count], row[: phase.start]) for row in ids]
+    return np.stack(rows).astype(np.int64)
 
 
 def layer_arrays(cfg: ModelConfig, layer: int, captured: dict, phase: Rows) -> dict[str, np.ndarray]:

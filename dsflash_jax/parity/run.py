@@ -26,12 +26,14 @@ from dsflash_jax.parity.rules import (
     Comparison,
     Verdict,
     flip_budget,
+    identical,
     query_flip_budget,
+    unruled,
     within_atol,
 )
 from dsflash_jax.parity.units import ASSUMED, judge_units
 
-INPUTS = {"input_ids"}
+INPUTS = {"input_ids", "token_types"}
 # End to end the bfloat16 logits of a calm case (sub-layer outputs scaled down to CALM_GAIN) stay this close to its
 # float32 file; other random models are chaotic (goldens' recommendation).
 CALM_ATOL, CALM_GAIN = 0.15, 0.1
@@ -97,7 +99,7 @@ def _unit_row(name: str, path: pathlib.Path) -> dict[str, Any]:
 
 
 def _trace_row(name: str, trace: Trace, path: pathlib.Path) -> dict[str, Any]:
-    verdicts = judge_tables(trace) + verdicts_of(compare(trace))
+    verdicts = judge_tables(trace) + judge_hashes(trace) + verdicts_of(compare(trace))
     if trace.mode == "f32_raw":
         return _summary(name, verdicts, "traced")
     if trace.mode == "f32":
@@ -131,6 +133,19 @@ def judge_tables(trace: Trace) -> list[Verdict]:
         for table in own
         for part in own[table]
     ]
+
+
+def judge_hashes(trace: Trace) -> list[Verdict]:
+    """The file's constants of the n-gram hashes against those that this package derives; its token map is given."""
+    if trace.ngram_hash is None:
+        return []
+    own = {
+        "primes": trace.ngram_hash.primes, "offsets": trace.ngram_hash.offsets,
+        "multipliers": trace.ngram_hash.multipliers, "pad_id": trace.ngram_hash.pad,
+    }  # fmt: skip
+    derived = [identical(f"engram/{key}", trace.engram[key], ours) for key, ours in own.items()]
+    known = {*own, "token_map"}
+    return derived + [unruled(f"engram/{key}") for key in trace.engram if key not in known]
 
 
 def judge_served(trace: Trace) -> list[Verdict]:
