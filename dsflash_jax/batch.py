@@ -61,9 +61,9 @@ def make_step(
     Sizes default to the next power of two, `pages` to no more than the longest context needs. `ngram_hash` is used with
     Engram layers only; without one the stand-in map is hashed, which suits models that have no tokenizer.
 
-    Raises ValueError for a chunk without tokens, token ids out of range, positions past `max_position_embeddings`, block
-    tables too short or naming a page twice, repeated or negative slots, facts that contradict `start`, a context too
-    short for the n-grams, and buckets too small.
+    Raises ValueError for a chunk without tokens, token ids out of range, positions past `max_position_embeddings`,
+    block tables too short or naming a page twice, repeated or negative slots, facts that contradict `start`, a context
+    too short for the n-grams, and buckets too small.
     """
     for chunk in chunks:
         _check_chunk(chunk, cfg)
@@ -166,8 +166,8 @@ def _check_lookback(chunk: Chunk, cfg: ModelConfig, where: str) -> None:
         return
     alive = np.asarray(chunk.alive)
     if alive.shape != (len(chunk.tokens),) or alive.dtype != bool:
-        have = f"{alive.dtype}{list(alive.shape)}"
-        raise ValueError(f"{where}: alive of type {have} must hold true or false for each of {len(chunk.tokens)} tokens.")
+        have, count = f"{alive.dtype}{list(alive.shape)}", len(chunk.tokens)
+        raise ValueError(f"{where}: alive of type {have} must hold true or false for each of {count} tokens.")
 
 
 def check_token_ids(tokens: Sequence[int], cfg: ModelConfig, where: str) -> None:
@@ -241,7 +241,7 @@ def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) ->
         for part, shape in (("weight", (rows, width)), ("scale", (rows, width // QUANT_BLOCK))):
             if table[part].shape != shape or table[part].dtype != np.uint8:
                 have = f"{table[part].dtype}{list(table[part].shape)}"
-                raise ValueError(f"{name}.{part} of type {have} must be uint8{list(shape)}: engram_num_embeddings rows.")
+                raise ValueError(f"{name}.{part} of type {have} must be uint8{list(shape)} (engram_num_embeddings).")
         _check_range(f"ngrams.index of {name}", step.ngrams.index[:, at], rows, "rows")
 
 

@@ -69,9 +69,11 @@ def forward(
     """Whole sequences int32[B, T] from position 0, differentiable; see `modules/whole_sequence.py`. Not jitted itself.
 
     `dense` and `use_global` may be traced booleans. `ngram_rows` int32[B, T, L, C], which a model with Engram layers
-    needs, are those of `NgramHash.rows`; its tables are packed and take no gradient. Raises ValueError for tokens of another rank, rows that are empty
-    or longer than `max_position_embeddings`, an unknown `indexer_target`, and the two keys that reproduce the released
-    scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
+    needs, are those of `NgramHash.rows`; the tables themselves are packed and take no gradient.
+
+    Raises ValueError for tokens of another rank, rows that are empty or longer than `max_position_embeddings`, an
+    unknown `indexer_target`, Engram layers without `ngram_rows`, and the two keys that reproduce the released scoring
+    (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
     """
     if tokens.ndim != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be [B, T].")

@@ -11,7 +11,7 @@ GLOBAL_GROUP = "global"
 
 
 class NgramRows(NamedTuple):
-    """Table rows that a step's tokens read in its L Engram layers, C rows each. Hashed on the host: JAX has no int64."""
+    """Table rows that a step's tokens read in L Engram layers, C rows each. Hashed on the host: JAX has no int64."""
 
     index: jax.Array  # int32[T, L, C] rows of the layer's table, or of `fetched`; -1 = none: padding, excluded token
     fetched: jax.Array | None = None  # uint8[L, U, row bytes] packed rows, where the tables stay on the host

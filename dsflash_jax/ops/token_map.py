@@ -10,8 +10,9 @@ import numpy as np
 
 UNDECODABLE = "\ufffd"
 # Unicode White_Space. Not `str.strip()`, which also takes the separators U+001C to U+001F.
-_WHITE_SPACE = (*range(0x09, 0x0E), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
-WHITE_SPACE = "".join(map(chr, _WHITE_SPACE))
+_NARROW = (*range(0x09, 0x0E), 0x20, 0x85, 0xA0)
+_WIDE = (0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+WHITE_SPACE = "".join(map(chr, _NARROW + _WIDE))
 
 
 def normalised(text: str) -> str:

@@ -33,7 +33,8 @@ FLIPS, QUERY_FLIPS = "flips", "query flips"  # keys of the verdicts on a file's 
 TABLE_ATOL = 1.2e-7
 FLOATS = {
     "attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_weights", "hc_attn_pre", "hc_attn_post",
-    "engram_out", "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb", "final_normed", "logits_all", "logits_last", "logits",
+    "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb", "final_normed", "logits_all", "logits_last", "logits",
+    "engram_out",
 }  # fmt: skip
 SELECTING = {"index_score", "index_gap", "compress_idxs", "candidates"}  # may be missing on a step without entries
 EXACT = {"output_ids", "gate_indices", "engram_hashes"}

@@ -1,6 +1,7 @@
 """Unit files of the released reference: single operations, judged with this package's own.
 
 `units_quant`: codes, scales and values of the KV formats, bit for bit. `units_ops`: one function of `ops/` per part.
+`units_engram`: constants and row numbers of the n-gram hashes.
 An array counts as consumed when a rule compares it or takes it as input; any other array fails.
 """
 
@@ -33,11 +34,17 @@ from dsflash_jax.parity.rules import (
     within_ulp,
 )
 from dsflash_jax.parity.rules import within_atol as _within_atol
+from dsflash_jax.parity.units_engram import (
+    RELEASED_COMPRESSED,
+    RELEASED_LAYERS,
+    judge_constants,
+    judge_rows,
+    judge_token_map,
+)
 
 # Parts of the released model that this package does not build yet: file -> key prefix -> name.
 UNBUILT = {
     "units_ops": {"gemm/": "quantised GEMM", "image/": "image tokens", "dspark_idx/": "DSpark"},
-    "units_engram": {"engram/": "Engram"},
 }
 QUANTISERS = {"act_quant_b32_ue8m0": "mxfp8", "fp4_b16_e4m3": "fp4_e4m3", "fp4_b32_e8m0": "mxfp4"}
 # Float32 sums in another order, relative to the largest value of a row.
@@ -47,11 +54,13 @@ GATE_TEMP, GATE_SCALE, NORM_EPS, HC_EPS = 0.7, 1.5, 1e-6, 1e-6
 # file -> what its row says about such values: a file recorded with others would fail for no fault of the model.
 ASSUMED = {
     "units_ops": f"assumed, as the file does not say: gate temperature {GATE_TEMP} and scale {GATE_SCALE}, "
-    f"eps {NORM_EPS:g} of compressor norm and Sinkhorn"
+    f"eps {NORM_EPS:g} of compressor norm and Sinkhorn",
+    "units_engram": f"assumed, as the file does not say: released layers {RELEASED_LAYERS} and "
+    f"{RELEASED_COMPRESSED} compressed ids",
 }
 
 
-class _Unit:
+class Unit:
     """The arrays of one file, and which of them a rule has taken."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
@@ -95,13 +104,13 @@ class _Unit:
 def judge_units(name: str, arrays: dict[str, np.ndarray]) -> tuple[list[Verdict], list[str]]:
     """(verdicts on every array, parts of the file that are not built yet). No verdicts where nothing is built."""
     skipped = {p: part for p, part in UNBUILT.get(name, {}).items() if any(key.startswith(p) for key in arrays)}
-    unit = _Unit({key: value for key, value in arrays.items() if not key.startswith(tuple(skipped))})
+    unit = Unit({key: value for key, value in arrays.items() if not key.startswith(tuple(skipped))})
     for part in PARTS.get(name, ()):
         part(unit)
     return unit.result(), sorted(skipped.values())
 
 
-def _quantisers(unit: _Unit) -> None:
+def _quantisers(unit: Unit) -> None:
     """Bytes of a packed row are codes, then scales; both and the values they stand for are compared."""
     for match in unit.names(r"(\w+)/(f32|bf16)/x"):
         name, dtype = match.groups()
@@ -121,7 +130,7 @@ def _quantisers(unit: _Unit) -> None:
         unit.exact(at + "dequant", jax.jit(fmt.fake_quant)(x).astype(jnp.float32))
 
 
-def _code_tables(unit: _Unit) -> None:
+def _code_tables(unit: Unit) -> None:
     codes = jnp.arange(256, dtype=jnp.uint32)
     for key, values in (
         ("e4m3_table_u8_to_f32", minifloat.E4M3.decode(codes)),
@@ -136,7 +145,7 @@ def _code_tables(unit: _Unit) -> None:
         unit.exact("cast/e2m1_codes_of_clamped", minifloat.E2M1.encode(x))
 
 
-def _sparse_attention(unit: _Unit) -> None:
+def _sparse_attention(unit: Unit) -> None:
     for match in unit.names(r"sparse_attn/(f32|bf16)/o"):
         q, kv, index = (unit[f"sparse_attn/{name}"] for name in ("q", "kv", "idx"))
         batch, rows = index.shape[:2]
@@ -149,7 +158,7 @@ def _sparse_attention(unit: _Unit) -> None:
         (unit.ulp if match[1] == "bf16" else unit.close)(match[0], out.reshape(q.shape))
 
 
-def _hyper_connections(unit: _Unit) -> None:
+def _hyper_connections(unit: Unit) -> None:
     for match in unit.names(r"sinkhorn/(iters(\d+)|hc(\d+))/pre"):
         at = match[0].removesuffix("pre")
         streams = unit.arrays[match[0]].shape[-1]
@@ -168,7 +177,7 @@ def _hyper_connections(unit: _Unit) -> None:
         unit.close("hc/expanded", hyper_connections.expand(streams, unit["hc/sub_out"], mix))
 
 
-def _candidates(unit: _Unit) -> None:
+def _candidates(unit: Unit) -> None:
     for match in unit.names(r"(cand/\d+/)blk_k"):
         at, (size, blocks) = match[1], (int(n) for n in unit[match[0]])
         for scores, visible, mask in (("logits", "lens", "mask"), ("dec_logits", "dec_len", "dec_mask")):
@@ -183,7 +192,7 @@ def _candidate_mask(scores: jax.Array, visible: jax.Array, size: int, blocks: in
     return indexer.block_mask(indexer.candidate_blocks(scores, visible, size, blocks), scores.shape[-1], size)
 
 
-def _rope(unit: _Unit) -> None:
+def _rope(unit: Unit) -> None:
     def tables(args: np.ndarray, length: int):
         width, _, original, base, factor, fast, slow = args.tolist()
         scaling = RopeScaling(factor, int(original), fast, slow) if original else None
@@ -208,7 +217,7 @@ def _rope(unit: _Unit) -> None:
         (unit.ulp if match[4] else unit.close)(match[0], rotated)
 
 
-def _window_positions(unit: _Unit) -> None:
+def _window_positions(unit: Unit) -> None:
     """The keys that the real step lets a row see, from a one-layer model with that window."""
     matches = unit.names(r"window_idx/(?:prefill_T|decode_p)(\d+)_w(\d+)")
     longest = bucket(max((int(match[1]) + 1 for match in matches), default=1))
@@ -238,7 +247,7 @@ def _window_model(window: int, longest: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def _norms(unit: _Unit) -> None:
+def _norms(unit: Unit) -> None:
     for match in unit.names(r"(rmsnorm/(f32|bf16)/eps([^/]+)/)y"):
         bf16 = match[2] == "bf16"
         x = jnp.asarray(unit[match[1] + "x"], jnp.bfloat16 if bf16 else jnp.float32)
@@ -246,7 +255,7 @@ def _norms(unit: _Unit) -> None:
         (unit.ulp if bf16 else unit.close)(match[0], y)
 
 
-def _gate(unit: _Unit) -> None:
+def _gate(unit: Unit) -> None:
     for match in unit.names(r"(gate/([a-z]+)_k(\d+)_norm([01])/)weights"):
         x, weight, bias = (jnp.asarray(unit[f"gate/{name}"]) for name in ("x", "weight", "bias"))
         weights, experts = moe.route(
@@ -257,7 +266,7 @@ def _gate(unit: _Unit) -> None:
         unit.close(match[0], weights)
 
 
-def _expert(unit: _Unit) -> None:
+def _expert(unit: Unit) -> None:
     if "expert/x" not in unit.arrays:
         return
     x, w1, w2, w3 = (jnp.asarray(unit[f"expert/{name}"]) for name in ("x", "w1", "w2", "w3"))
@@ -266,7 +275,7 @@ def _expert(unit: _Unit) -> None:
     unit.close("expert/y_weighted", moe.expert(x, w1, w2, w3, limit, jnp.asarray(unit["expert/route_w"][:, 0])))
 
 
-def _compressor(unit: _Unit) -> None:
+def _compressor(unit: Unit) -> None:
     for match in unit.names(r"(compressor/r(\d+)/)prefill_T(\d+)"):
         at, ratio, prompt = match[1], int(match[2]), int(match[3])
         x, wkv, weight = (jnp.asarray(unit[at + name]) for name in ("x", "w/wkv.weight", "w/norm.weight"))
@@ -287,10 +296,11 @@ def _compressor(unit: _Unit) -> None:
         unit.close(at + "decode", latent[:, complete[emits] - 1])
 
 
-PARTS: dict[str, tuple[Callable[[_Unit], None], ...]] = {
+PARTS: dict[str, tuple[Callable[[Unit], None], ...]] = {
     "units_quant": (_quantisers, _code_tables),
     "units_ops": (
         _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _norms, _gate, _expert,
         _compressor,
     ),
+    "units_engram": (judge_token_map, judge_constants, judge_rows),
 }  # fmt: skip
