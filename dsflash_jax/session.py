@@ -16,6 +16,8 @@ from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.host_tables import HostTables
+from dsflash_jax.ops.ngram_hash import NgramHash, stand_in_hash
 from dsflash_jax.types import StepInfo
 
 Work = Mapping[Hashable, Sequence[int]]  # sequence name -> its next tokens
@@ -44,17 +46,23 @@ class Session:
         sequences: int = 1,
         prefill_rows: int = PREFILL_ROWS,
         table_pages: int | None = None,
+        ngram_hash: NgramHash | None = None,
+        host_tables: HostTables | None = None,
     ) -> None:
         """An empty cache of `num_pages` pages for up to `sequences` sequences at a time.
 
         prefill_rows: a longer `append` runs in steps of that many rows, as a power of two.
         table_pages: width of all block tables; without it, a power of two that grows with the longest sequence. Each
         new width compiles a step, and a wider table is more to read.
+        ngram_hash: of a model with Engram layers and a tokenizer; without it the stand-in token map is hashed.
+        host_tables: n-gram tables that are not among `params`; those of a prompt's next step are read while one runs.
         """
         for name, value in (("sequences", sequences), ("prefill_rows", prefill_rows)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.params, self.cfg = params, cfg
+        self._ngram_hash = ngram_hash or (stand_in_hash(cfg) if cfg.engram_layer_ids else None)
+        self._host_tables = host_tables
         self.pool = PagePool(num_pages, cfg.page_size)
         self.cache = ModelCache.empty(cfg, num_pages, sequences)
         self._rows, self._table_pages = bucket(prefill_rows), table_pages
@@ -81,10 +89,13 @@ class Session:
         last: dict[Hashable, jax.Array] = {}
         while left:
             part = _first_rows(left, rows)
-            logits = self.run(self._plan(part, rows, left))
-            last |= {name: logits[row] for row, name in enumerate(part) if len(part[name]) == len(left[name])}
+            planned = self._plan(part, rows, left)
+            ended = [name for name, tokens in part.items() if len(tokens) == len(left[name])]
             left = {name: tokens[len(part.get(name, ())) :] for name, tokens in left.items()}
             left = {name: tokens for name, tokens in left.items() if tokens}
+            self._read_ahead(part, _first_rows(left, rows))
+            logits = self.run(planned)
+            last |= {name: logits[row] for row, name in enumerate(part) if name in ended}
         return jnp.stack([last[name] for name in work])
 
     def plan(self, work: Work) -> Planned:
@@ -180,8 +191,26 @@ class Session:
             pages = self.pool.pages(name)[: pages_for(self.cfg, len(known) + len(tokens))]
             previous = known[-1] if known else -1
             last = len(tokens) == len(wanted[name])
-            chunks.append(Chunk(self._slots[name], tokens, len(known), pages, previous_token=previous, last_chunk=last))
-        return Planned(work, make_step(chunks, self.cfg, rows=rows, pages=self._table_pages))
+            chunks.append(
+                Chunk(
+                    self._slots[name], tokens, len(known), pages, previous_token=previous, last_chunk=last,
+                    context=self._context(known),
+                )
+            )  # fmt: skip
+        step = make_step(chunks, self.cfg, rows=rows, pages=self._table_pages, ngram_hash=self._ngram_hash)
+        return Planned(work, step if self._host_tables is None else self._host_tables.fetch(step))
+
+    def _context(self, known: list[int]) -> list[int]:
+        """The last tokens, as many as n-grams look back on."""
+        return known[max(0, len(known) - self._ngram_hash.lookback) :] if self._ngram_hash else []
+
+    def _read_ahead(self, running: dict[Hashable, list[int]], following: dict[Hashable, list[int]]) -> None:
+        """Starts to read the table rows of the step that follows, before the one before it runs."""
+        if self._host_tables is None or not following:
+            return
+        known = {name: self._context(self._known[name]) + running.get(name, []) for name in following}
+        rows = [self._ngram_hash.rows(tokens, known[name]) for name, tokens in following.items()]
+        self._host_tables.prefetch(np.concatenate(rows))
 
 
 def _first_rows(left: dict[Hashable, list[int]], rows: int) -> dict[Hashable, list[int]]:

@@ -48,6 +48,9 @@ def _weight_work(cfg: ModelConfig, rows: int) -> Work:
         if path[0] == "embed":  # looked up, not multiplied
             nbytes += rows * cfg.hidden_size * itemsize
             continue
+        if path[-3:-1] == ("engram", "embed"):  # n-gram tables: as many rows as there are hash functions
+            nbytes += rows * (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads * leaf.shape[1] * itemsize
+            continue
         routed = "experts" in path
         meets = 1 if path[0] == "head" else rows
         flops += int(2 * meets * size * (chosen if routed else 1))

@@ -123,7 +123,9 @@ class Session:
     def chunk(self, slot: int, tokens, pages=PAGES) -> Chunk:
         """The next tokens of a sequence as a `Chunk` that lists at most `pages` pages."""
         before = self.runs[slot].tokens
-        return Chunk(slot, tokens, len(before), self.tables[slot][:pages], previous_token=before[-1] if before else -1)
+        previous = before[-1] if before else -1
+        pages = self.tables[slot][:pages]
+        return Chunk(slot, tokens, len(before), pages, previous_token=previous, context=list(before))
 
     def feed(self, work: dict[int, list[int]], *, rows=None, seqs=None, pages=PAGES) -> None:
         """One ragged step: the next tokens of each slot in `work`, in its order."""

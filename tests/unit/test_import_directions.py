@@ -14,7 +14,7 @@ PACKAGES = ("dsflash_jax", "experiments", "pallas_kernels")
 BASE = {"numerics", "config", "config_io", "config_rules", "roles", "types"}
 MODEL = BASE | {"ops", "cache", "modules"}
 STEPS = MODEL | {"steps", "batch", "sampling"}
-HOST = STEPS | {"session"}
+HOST = STEPS | {"session", "host_tables"}
 PRODUCTS = HOST | {"training", "analysis", "weights"}
 EVERYTHING = PRODUCTS | {"generate", "lab_text", "parity", "bench", "shipped", "engine", "store"}
 
@@ -36,7 +36,8 @@ ALLOWED = {
     "sampling": BASE | {"ops"},
     "weights": MODEL,
     "training": PRODUCTS - {"analysis"},
-    "session": STEPS,
+    "host_tables": BASE | {"batch"},
+    "session": STEPS | {"host_tables"},
     "analysis": HOST | {"weights"},
     "generate": HOST,
     "lab_text": PRODUCTS | {"generate"},
