@@ -9,7 +9,7 @@ from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.weights.names import released_names
-from tests.oracles import model
+from tests.oracles import engram, model
 from tests.oracles.attention import ring_slots, window_positions
 from tests.oracles.indexer import candidate_mask
 
@@ -27,9 +27,12 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     weights = _weights(cfg, rng)
     freqs = {f"{table}/{part}": a for table, parts in model_tables(cfg).items() for part, a in parts.items()}
     ids = rng.integers(0, cfg.vocab_size, (batch, prompt + decoded)).astype(np.int32)
-    runs = [model.run(weights, config, freqs, row) for row in ids]
+    memory, hashes = _memory(cfg, ids) if cfg.engram_layer_ids else ({}, [None] * batch)
+    runs = [model.run(weights, config, freqs, row, rows) for row, rows in zip(ids, hashes, strict=True)]
     arrays = {"input_ids": ids} | _split("", "logits_all", [run["logits"] for run in runs], prompt)
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
+    if memory:
+        arrays |= _split("", "engram_hashes", hashes, prompt)
     arrays["prefill/logits_last"] = arrays["prefill/logits_all"][:, -1]
     arrays["decode/logits"] = arrays["decode/logits_all"][:, :, 0]
     for phase, logits in (("prefill", "logits_last"), ("decode", "logits")):
@@ -39,6 +42,7 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     meta = {"T": prompt, "ndec": decoded, "weights": f"{name}.weights.npz", "own_index_keys": True}
     header = {"config_json": json.dumps(config), "meta_json": json.dumps(meta)}
     tensors = {f"w/{key}": value for key, value in weights.items()} | {f"freqs/{key}": a for key, a in freqs.items()}
+    tensors |= {f"engram/{key}": np.asarray(a, np.int64) for key, a in memory.items()}
     np.savez(folder / f"{name}.f32.npz", **arrays, **header)
     np.savez(folder / f"{name}.weights.npz", **tensors, **header)
 
@@ -50,9 +54,13 @@ def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray
         leaf = abstract
         for key in path:
             leaf = leaf[key]
+        if path[-2] == "embed" and "engram" in path:
+            codes = rng.integers(0, 127, leaf.shape) + rng.choice([0, 128], leaf.shape)  # 127 and 255 would be NaN
+            tensors[name] = (codes if path[-1] == "weight" else rng.integers(119, 123, leaf.shape)).astype(np.uint8)
+            continue
         shape = leaf.shape if expert is None else leaf.shape[1:]
         draw = rng.normal(size=shape)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "q_weight", "k_weight")):
             draw = 1 + 0.2 * draw
         elif len(shape) == 2:
             draw = draw * shape[1] ** -0.5 if name != "embed.weight" else draw
@@ -60,6 +68,21 @@ def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray
             draw = 0.5 * draw
         tensors[name] = draw.astype(np.float32)
     return tensors
+
+
+def _memory(cfg: ModelConfig, ids: np.ndarray) -> tuple[dict[str, object], list]:
+    """(hash constants under the names of the recorded files, row numbers [B][T][L][C]); the map is a permuted third."""
+    draws = np.random.default_rng(5)
+    token_map = draws.permutation(np.arange(cfg.vocab_size) % cfg.engram_compressed_vocab_size)
+    sizes, heads = cfg.engram_max_ngram_size - 1, cfg.engram_n_heads
+    moduli = engram.primes(len(cfg.engram_layer_ids), sizes, heads, cfg.engram_vocab_size)
+    bound = (2**63 - 1) // cfg.engram_compressed_vocab_size // 2
+    drawn = [np.random.default_rng(10007 * layer).integers(0, bound, sizes + 1) for layer in cfg.engram_layer_ids]
+    factors, pad = [[2 * int(n) + 1 for n in row] for row in drawn], int(token_map[cfg.engram_pad_token_id])
+    flat = [[n for size in layer for n in size] for layer in moduli]
+    constants = {"primes": moduli, "multipliers": factors, "token_map": token_map, "pad_id": pad}
+    constants["offsets"] = [[sum(row[:i]) for i in range(len(row))] for row in flat]
+    return constants, [engram.row_numbers(row.tolist(), set(), token_map, factors, moduli, pad) for row in ids]
 
 
 def _split(at: str, name: str, per_sequence: list, prompt: int) -> dict[str, np.ndarray]:
@@ -70,7 +93,7 @@ def _split(at: str, name: str, per_sequence: list, prompt: int) -> dict[str, np.
 
 def _layer(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> dict[str, np.ndarray]:
     at, out = f"L{layer}/", {}
-    for name in SAME_NAME:
+    for name in SAME_NAME + (("engram_out",) if layer in cfg.engram_layer_ids else ()):
         out |= _split(at, name, [record[name] for record in records], prompt)
     for name in ("gate_indices", "gate_weights"):
         prefill, decode = out[f"{at}prefill/{name}"], out[f"{at}decode/{name}"]

@@ -43,6 +43,15 @@ def single(**changes) -> ModelConfig:
     return tiny(**(layers | changes))
 
 
+def remembering(**changes) -> ModelConfig:
+    """Three layers, the first two with n-gram memory: 4-grams, so that the look-back crosses most cuts."""
+    layers = {"num_hidden_layers": 3, "compress_ratios": (0, 0, 2), "kv_source_layer_ids": (2,)}
+    layers |= {"index_source_layer_ids": (2,), "candidate_source_layer_id": -1, "engram_layer_ids": (0, 1)}
+    layers |= {"engram_num_embeddings": (252, 410), "engram_max_ngram_size": 4, "engram_vocab_size": 30}
+    layers |= {"engram_n_heads": 2, "engram_head_dim": 32, "engram_compressed_vocab_size": 48}
+    return tiny(**(layers | changes))
+
+
 # Fields that change neither the shape of a parameter nor its draw.
 _INDIFFERENT = {
     "window_format": "mxfp8", "main_format": "fp4_e4m3", "index_format": "mxfp4", "qat": False, "num_draft_tokens": 5,
@@ -74,6 +83,8 @@ def _parameters(cfg: ModelConfig, seed: int, calm: float):
         if names[-1] in ("attn_sink", "bias") or names[-1].endswith(("_base", "_scale")):
             return leaf + 0.5 * noise
         if names[-1] == "weight" and leaf.ndim == 1:
+            return leaf * (1 + 0.2 * noise)
+        if names[-1] in ("q_weight", "k_weight"):
             return leaf * (1 + 0.2 * noise)
         return leaf * calm if names[-2:] in (["wo_b", "weight"], ["w2", "weight"]) else leaf
 

@@ -22,17 +22,20 @@ from dsflash_jax.parity.rules import (
     best_entries,
     query_flip_budget,
 )
-from dsflash_jax.parity.run import compare, judge_calm, judge_served, judge_tables, verdicts_of
+from dsflash_jax.parity.run import compare, judge_calm, judge_hashes, judge_served, judge_tables, verdicts_of
 from dsflash_jax.parity.units import judge_units
 from tests.model import oracle_golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # The files of one model share its compiled steps: first the model's name, then its cases.
-FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4"]
+FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img"]
 RAW = ["A", "B_one", "C4"]
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
-SLOW = ("A_calm.f32", "C.f32", "C4.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16")
+SLOW = (
+    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16",
+    "D.bf16",
+)  # fmt: skip
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
 
 
@@ -62,7 +65,7 @@ def test_the_released_decoding_with_stale_index_keys_is_reproduced(name):
     assert check(name)["worst"] < 2e-5
 
 
-@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16"))
+@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16", "D.bf16"))
 def test_every_layer_equals_the_bfloat16_reference_from_its_recorded_inputs(name):
     row = check(name)
     assert row["unit"] == "bf16 ulp" and row["worst"] <= 1
@@ -74,11 +77,24 @@ def test_single_operations_equal_the_reference(name):
     assert check(name)["arrays"] > 30
 
 
-def test_unit_files_of_unbuilt_parts_are_named_not_passed():
-    report = run_parity(GOLDEN, "units_engram")
+def test_the_n_gram_unit_file_equals_the_reference_whole():
+    """Token map, constants (of the released layers too), and row numbers with image positions and across a cut."""
+    assert check("units_engram")["arrays"] == 11
+
+
+def test_unit_files_of_unbuilt_parts_are_named_not_passed(tmp_path):
+    np.savez(tmp_path / "units_ops.npz", **{"dspark_idx/1": np.zeros(3)})
+    report = run_parity(tmp_path)
     (row,) = report["rows"]
-    assert (row["status"], row["arrays"], row["detail"]) == ("not built", 0, "Engram")
+    assert (row["status"], row["arrays"], row["detail"]) == ("not built", 0, "DSpark")
     assert not report["passed"], "nothing was compared"
+
+
+@pytest.mark.parametrize("key", ["engram/pad_id", "engram/multipliers", "engram/surprise"])
+def test_a_wrong_or_unknown_hash_constant_is_a_failure(key):
+    trace = load_trace(GOLDEN / "D.f32.npz")
+    changed = dataclasses.replace(trace, engram=trace.engram | {key.split("/")[1]: np.asarray(7)})
+    assert [v.key for v in judge_hashes(changed) if not v.passed] == [key]
 
 
 # Nothing of it is tied to the recorded files: widths, streams, window, ratios, top-k, batch and lengths differ.
@@ -117,7 +133,23 @@ def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
     row = check_oracle_golden(tmp_path, OTHER, prompt=31, decoded=4, batch=2)
     assert row["arrays"] > 200
     kinds = {key.split("/")[-1] for key in np.load(tmp_path / "other.f32.npz").files}
-    assert kinds >= FLOATS | SELECTING | EXACT | set(CACHE_NAMES) | STATES | {"topk_idxs"}
+    of_memory = {"engram_out", "engram_hashes"}
+    assert kinds >= (FLOATS | SELECTING | EXACT) - of_memory | set(CACHE_NAMES) | STATES | {"topk_idxs"}
+
+
+MEMORY = dict(
+    engram_layer_ids=[0, 2], engram_num_embeddings=[204, 358], engram_max_ngram_size=4, engram_vocab_size=20,
+    engram_n_heads=2, engram_head_dim=64, engram_pad_id=3, engram_compressed_vocab_size=20,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_models_with_n_gram_memory_of_other_sizes_are_judged(tmp_path):
+    """4-grams, two scales per row, two streams, memory in a layer that selects; the oracle's own hashes."""
+    changes = dict(kv_source_layers=[1, 3], candidate_source_layer=3) | MEMORY
+    row = check_oracle_golden(tmp_path, OTHER | changes, prompt=17, decoded=4, batch=2)
+    assert row["arrays"] > 200
+    assert {"L0/decode/engram_out", "L2/prefill/engram_out"} <= set(np.load(tmp_path / "other.f32.npz").files)
 
 
 @pytest.mark.slow

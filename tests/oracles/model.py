@@ -1,7 +1,7 @@
 """The whole text model, one position after another and one layer after another. Source: report §2.3 and §2.4.1.
 
 Every position is processed as a decode step would be, from an empty cache, every owner's index keys being up to date at
-every step. Rows read from the caches are always the quantised ones. No Engram, no DSpark, no vision tower.
+every step. Rows read from the caches are always the quantised ones. No DSpark, no vision tower.
 Keys of the configuration and of the weights are the released reference's own (inference/model.py).
 """
 
@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from . import attention, compressor, hyper_connections, indexer, moe, norms, quant, rope
+from . import attention, compressor, engram, hyper_connections, indexer, moe, norms, quant, rope
 
 F32 = np.float32
 
@@ -21,16 +21,17 @@ def from_golden(archive):
     return weights, json.loads(str(archive["config_json"])), freqs
 
 
-def run(weights, config, freqs, tokens):
+def run(weights, config, freqs, tokens, ngram_rows=None):
     """Logits of every position and what each layer computed on the way.
 
     weights: {"layers.2.attn.wq_a.weight": array, ...}, linear weights [out, in]; config: dict of the reference's model
     arguments; freqs: {"swa/cos", "swa/sin", "compressed/cos", "compressed/sin"}: [length, R / 2]; tokens: [T] ids.
+    ngram_rows: [T][Engram layers] table rows of each token, of models that have Engram layers; [] = reads none.
     C = hc_mult, E = dim, D = head_dim, N = entries after T tokens of that layer's ratio.
 
     Returns {"logits": [T, V], "final_normed": [T, E], "layers": [one dict per layer]} (float32 unless said), the dicts
-    holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out [T, C, E]; pre_mix_out [T, C]; hc_attn_pre, hc_attn_post,
-    hc_ffn_pre, hc_ffn_post [T, C]; hc_attn_comb, hc_ffn_comb [T, C, C]; gate_indices, gate_weights [T, k]; window_rows
+    holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out [T, C, E], and of Engram layers engram_out; pre_mix_out
+    [T, C]; hc_attn_pre, hc_attn_post, hc_ffn_pre, hc_ffn_post [T, C]; hc_attn_comb, hc_ffn_comb [T, C, C]; gate_indices, gate_weights [T, k]; window_rows
     [T, D] by position; for layers with entries attended int32 [T, index_topk], the selection in use; for index sources
     selections, the same of their own, and index_scores [T, N] (-inf = masked); for the candidate source candidates
     int32 [T, topk_blocks] (block ids); for KV sources main_rows [N, D], index_rows [N, Di], open_group (list of
@@ -43,7 +44,7 @@ def run(weights, config, freqs, tokens):
     for position, token in enumerate(tokens):
         stream = np.repeat(weights["embed.weight"][token][None], config["hc_mult"], axis=0)
         pre_mix = np.eye(1, config["hc_mult"], dtype=F32)[0]
-        published = {}
+        published = {"ngram_rows": ngram_rows[position]} if ngram_rows else {}
         for layer in layers:
             stream, pre_mix = layer.step(position, stream, pre_mix, published)
         final = norms.rms_norm(hyper_connections.collapse(stream, pre_mix), weights["norm.weight"], config["norm_eps"])
@@ -83,6 +84,11 @@ class _Layer:
     def step(self, position, stream, pre_mix, published):
         """Process one token. `published` is what earlier layers handed down for this token. Returns stream, pre_mix."""
         c = self.c
+        if self.number in c.get("engram_layer_ids", ()):
+            w, rows = self.w.under("engram."), published["ngram_rows"][c["engram_layer_ids"].index(self.number)]
+            names = ("embed.weight", "embed.scale", "wkv.weight", "q_weight", "k_weight")
+            stream = engram.write(stream, rows, *(w[name] for name in names), c["norm_eps"])
+            self._note(engram_out=stream)
         pre, post, comb = self._coefficients(stream, "attn")
         x = hyper_connections.collapse(stream, pre_mix)
         attn_in = norms.rms_norm(x, self.w["attn_norm.weight"], c["norm_eps"])

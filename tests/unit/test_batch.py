@@ -53,6 +53,9 @@ def test_every_array_is_int32_but_one():
     step = make_step([ONE], TINY)
     for field in dataclasses.fields(step):
         value = getattr(step, field.name)
+        if field.name == "ngrams":
+            assert value is None, "a model without Engram layers pays nothing for them"
+            continue
         for array in value.values() if isinstance(value, dict) else [value]:
             assert array.dtype == (np.bool_ if field.name == "last_chunk" else np.int32), field.name
 
