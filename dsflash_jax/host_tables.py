@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from dsflash_jax.batch import bucket
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.config_rules import QUANT_BLOCK
 from dsflash_jax.types import NgramRows, StepInfo
@@ -61,12 +60,12 @@ class HostTables:
     def fetch(self, step: StepInfo) -> StepInfo:
         """The step with its rows fetched: `ngrams.index` then counts in uint8[L, U, row bytes] of distinct rows.
 
-        U is a power of two, so that steps of T rows compile for a few sizes only: one, where a step is one token.
+        U is T times C however few rows are distinct, so that steps of T rows compile once: what is saved is reading.
         Raises what reading a table raises, also what the reading ahead met.
         """
         index = np.asarray(step.ngrams.index)
         distinct, ahead = _distinct(index), self._take_ahead()
-        fetched = np.zeros((index.shape[1], bucket(max(map(len, distinct))), self._row_bytes), np.uint8)
+        fetched = np.zeros((index.shape[1], index.shape[0] * index.shape[2], self._row_bytes), np.uint8)
         for layer, (numbers, (known, packed)) in enumerate(zip(distinct, ahead, strict=True)):
             there = np.isin(numbers, known, assume_unique=True)
             out = fetched[layer, : len(numbers)]

@@ -85,16 +85,17 @@ def test_tables_may_be_memory_maps(tmp_path):
     assert_same_bytes(HostTables(CFG, mapped).fetch(step_of()), step_of())
 
 
-def test_sizes_are_powers_of_two_and_one_for_single_tokens():
+def test_sizes_follow_from_the_rows_of_a_step_alone():
+    """A step of 8 rows compiles once, full of repeats or nearly empty."""
     tables = HostTables(CFG, TABLES)
-    sizes = {tables.fetch(make_step([Chunk(0, [t], 0, [0])], CFG)).ngrams.fetched.shape for t in range(40)}
-    assert sizes == {(2, 8, 33)}, "the 6 columns of one token have rows of their own"
+    sizes = {tables.fetch(step_of(tokens)).ngrams.fetched.shape for tokens in ([1], [1] * 8, list(range(8)))}
+    assert sizes == {(2, 48, 33)}
 
 
 def test_a_step_without_a_row_fetches_none():
     step = make_step([Chunk(0, [1, 2], 0, [0], alive=[False, False])], CFG)
     fetched = HostTables(CFG, TABLES).fetch(step)
-    assert np.all(fetched.ngrams.index == -1) and fetched.ngrams.fetched.shape == (2, 1, 33)
+    assert np.all(fetched.ngrams.index == -1) and fetched.ngrams.fetched.shape == (2, 12, 33)
 
 
 def test_tables_of_another_shape_are_refused_by_name():

@@ -36,7 +36,7 @@ ALLOWED = {
     "sampling": BASE | {"ops"},
     "weights": MODEL,
     "training": PRODUCTS - {"analysis"},
-    "host_tables": BASE | {"batch"},
+    "host_tables": BASE,
     "session": STEPS | {"host_tables"},
     "analysis": HOST | {"weights"},
     "generate": HOST,
