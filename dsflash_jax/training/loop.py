@@ -60,6 +60,9 @@ def train(
     """
     model = model or package_model()
     mix, mesh = settings.mix(cfg), data_mesh(settings.rows, devices)
+    if cfg.engram_layer_ids:
+        rule = "must be empty in training: n-gram tables are packed codes, which have no gradient"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1.")
     facts = run_facts(cfg, settings, corpus, mesh.size)

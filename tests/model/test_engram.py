@@ -15,6 +15,7 @@ from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
 from dsflash_jax.session import Session
 from tests.model import running
 from tests.model.comparing import assert_close_logits, assert_same_run
+from tests.properties.test_prefill_decode import check_every_split
 
 CFG = running.remembering(window_format="fp32")
 # The two layers with memory alone, where caches of entries play no part: half the time to compile.
@@ -26,9 +27,8 @@ NAN_CODE = 0x7F
 
 def session(params=PARAMS[BARE], **options) -> Session:
     """Two sequences; one width of block tables, so that few steps are compiled."""
-    return Session(
-        params or PARAMS[cfg], cfg, **{"num_pages": 12, "sequences": 2, "prefill_rows": 8, "table_pages": 16, **options}
-    )
+    sizes = {"num_pages": 12, "sequences": 2, "prefill_rows": 8, "table_pages": 16}
+    return Session(params, BARE, **{**sizes, **options})
 
 
 def traced(chunks, params=PARAMS[BARE]):
@@ -57,9 +57,8 @@ def expected():
     """Logits after every token of A and of B from the whole-sequence form, hashed in one shot."""
     padded = [A, B + [0] * (len(A) - len(B))]
     ngram_rows = np.stack([HASH.rows(row) for row in padded])
-    logits = jax.jit(steps.forward, static_argnums=2)(
-        PARAMS[CFG], jnp.asarray(padded), CFG.replace(qat=True), ngram_rows=ngram_rows
-    ).logits
+    forward = jax.jit(steps.forward, static_argnums=2)
+    logits = forward(PARAMS[BARE], jnp.asarray(padded), BARE.replace(qat=True), ngram_rows=ngram_rows).logits
     return dict(zip("ab", np.asarray(logits), strict=True))
 
 
@@ -88,6 +87,11 @@ def test_chunks_of_2_1_5_equal_one_shot():
         np.testing.assert_allclose(*both, rtol=0, atol=1e-5)
 
 
+def test_prefill_equals_every_split_into_prefill_and_decode():
+    """B75: every prompt of up to 9 tokens, cut everywhere, in a model with entries and a selection."""
+    check_every_split(CFG, PARAMS[CFG], 0, 9).check()
+
+
 def test_rows_of_every_position_are_those_of_the_committed_tokens(expected):
     """B75: drafts are hashed behind what is committed, and a rejected draft is in nobody's look-back."""
     mine = session()
@@ -111,7 +115,7 @@ def test_tables_on_the_host_give_the_same_bits():
     """Prompts in steps of 8 rows, read ahead, then decode steps."""
     bare, tables = HostTables.take(PARAMS[BARE], BARE)
     assert "embed" not in bare["layers"][0]["engram"] and "embed" in PARAMS[BARE]["layers"][0]["engram"]
-    both = session(cfg=BARE), session(bare, BARE, host_tables=tables)
+    both = session(), session(bare, host_tables=tables)
     for work in ({"a": A[:19], "b": B[:7]}, {"a": [A[19]], "b": [B[7]]}):
         assert np.array_equal(*(np.asarray(side.append(work)) for side in both))
     leaves = [jax.tree.leaves(side.cache) for side in both]
@@ -121,7 +125,7 @@ def test_tables_on_the_host_give_the_same_bits():
 
 def test_decoding_compiles_once_wherever_the_tables_are():
     bare, tables = HostTables.take(PARAMS[BARE], BARE)
-    for mine in (session(cfg=BARE), session(bare, BARE, host_tables=tables)):
+    for mine in (session(), session(bare, host_tables=tables)):
         mine.append({"a": A[:3]})
         mine.append({"a": [A[3]]})
         compiled = steps._step._cache_size()

@@ -31,11 +31,12 @@ def run(weights, config, freqs, tokens, ngram_rows=None):
 
     Returns {"logits": [T, V], "final_normed": [T, E], "layers": [one dict per layer]} (float32 unless said), the dicts
     holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out, engram_out (Engram layers) [T, C, E]; pre_mix_out [T, C];
-    hc_attn_pre, hc_attn_post, hc_ffn_pre, hc_ffn_post [T, C]; hc_attn_comb, hc_ffn_comb [T, C, C]; gate_indices, gate_weights [T, k]; window_rows
-    [T, D] by position; for layers with entries attended int32 [T, index_topk], the selection in use; for index sources
-    selections, the same of their own, and index_scores [T, N] (-inf = masked); for the candidate source candidates
-    int32 [T, topk_blocks] (block ids); for KV sources main_rows [N, D], index_rows [N, Di], open_group (list of
-    (position, kv [D], gate [D] or None)) and open_groups, that list after every token. Selections ascend, -1 = none.
+    hc_attn_pre, hc_attn_post, hc_ffn_pre, hc_ffn_post [T, C]; hc_attn_comb, hc_ffn_comb [T, C, C]; gate_indices,
+    gate_weights [T, k]; window_rows [T, D] by position; for layers with entries attended int32 [T, index_topk], the
+    selection in use; for index sources selections, the same of their own, and index_scores [T, N] (-inf = masked); for
+    the candidate source candidates int32 [T, topk_blocks] (block ids); for KV sources main_rows [N, D], index_rows [N,
+    Di], open_group (list of (position, kv [D], gate [D] or None)) and open_groups, that list after every token.
+    Selections ascend, -1 = none.
     Raises ValueError when a compressed layer precedes every KV source or index source.
     """
     weights = _Weights(weights)

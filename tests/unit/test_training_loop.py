@@ -187,6 +187,12 @@ def test_refusals_come_before_any_work(tmp_path):
             train(CFG, SETTINGS.replace(**change), CORPUS, **options, model=lazy)
     with pytest.raises(ValueError, match="vocab_size=96 is below the lab vocabulary of 192"):
         train(CFG.replace(vocab_size=96), SETTINGS, CORPUS, model=lazy)
+    memory = dict(
+        engram_layer_ids=(0,), engram_num_embeddings=(7,), engram_max_ngram_size=2, engram_vocab_size=7,
+        engram_n_heads=1, engram_head_dim=32, engram_compressed_vocab_size=9,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"engram_layer_ids=\[0\] must be empty in training"):
+        train(CFG.replace(**memory), SETTINGS, CORPUS, model=lazy)
 
 
 def test_a_diverged_run_stops_and_writes_no_checkpoint(tmp_path):
