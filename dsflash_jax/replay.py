@@ -65,3 +65,11 @@ def encoder_restart(
     first = min(hit, length - rows[0]) if decoder == "exact" and rows else hit
     depth = cfg.num_hidden_layers if decoder == "all" else decoder_start(cfg)
     return max(0, first - halo(cfg, depth)) if depth else hit
+
+
+def token_layers(cfg: ModelConfig, tokens: int, decoder: str) -> int:
+    """Layers times tokens that a cold prefill of `tokens` runs; the decoder's entries beside them are not counted."""
+    first = decoder_start(cfg)
+    if decoder == "all" or first == cfg.num_hidden_layers:
+        return tokens * cfg.num_hidden_layers
+    return tokens * first + sum(min(rows, tokens) for rows in decoder_rows(cfg, decoder))
