@@ -1,6 +1,7 @@
 """Prefill of a causal encoder-decoder: what "all", "replay" and "exact" share, and what each of them sees."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -87,11 +88,8 @@ def test_exact_gives_the_logits_and_the_rings_of_all(cfg):
     for length in LENGTHS:
         tokens = prompt(length, seed=1)
         (logits, cache), (others, other) = (run(cfg, tokens, mode) for mode in ("all", "exact"))
-        whole = traced(cfg, tokens)
-        flips = count_flips(
-            cfg, stored(cfg, cache, length), stored(cfg, other, length),
-            lambda kind, layer: unrounded(cfg, parameters(cfg), whole, kind, layer),  # noqa: B023
-        )  # fmt: skip
+        inputs = functools.partial(unrounded, cfg, parameters(cfg), traced(cfg, tokens))
+        flips = count_flips(cfg, stored(cfg, cache, length), stored(cfg, other, length), inputs)
         assert flips <= 1
         assert np.abs(logits - others).max() <= (FLIPPED_ATOL if flips else EQUAL_CODES_ATOL)
 
@@ -223,7 +221,7 @@ def test_decoding_behind_a_replay_and_a_second_prompt_behind_that(decoder):
 
 @pytest.mark.parametrize("decoder", ["all", "exact"])
 def test_an_exact_encoder_replay_continues_like_a_cold_prompt(decoder):
-    """Pages 0..15 are there, every window is gone: entries before the hit keep their bytes, all else is the same."""
+    """U4: pages 0..15 are there, every window is gone: entries before the hit keep their bytes, all else is the same."""
     tokens, hit = prompt(37, seed=9), 16
     logits, cold = run(DEEP, tokens, decoder)
     before = stored(DEEP, cold, 37)
@@ -236,6 +234,7 @@ def test_an_exact_encoder_replay_continues_like_a_cold_prompt(decoder):
 
 
 def test_a_bounded_encoder_replay_leaves_cached_entries_alone_and_is_another_function():
+    """U4: an approximation that no test may hold to equal bits; what was cached keeps its bytes."""
     tokens, hit = prompt(18, seed=9), 16
     logits, cold = run(DEEP, tokens, "replay")
     before = stored(DEEP, cold, 18)
@@ -253,7 +252,7 @@ def test_a_bounded_encoder_replay_leaves_cached_entries_alone_and_is_another_fun
 
 
 def test_toy_halo_of_three_layers_of_four_is_ten_rows():
-    """vllm#57281: W + (L - 1)(W - 1) trailing tokens; a row less changes the last token's output."""
+    """B94: W + (L - 1)(W - 1) trailing tokens (vllm#57281); a row less changes the last token's output."""
     assert decoder_rows(DEEP, "exact") == (10, 7, 4)
     tokens = prompt(23, seed=10)
     step = make_step([Chunk(0, tokens, 0, TABLES[0])], DEEP, rows=ROWS, pages=PAGES)
