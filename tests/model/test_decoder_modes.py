@@ -221,7 +221,7 @@ def test_decoding_behind_a_replay_and_a_second_prompt_behind_that(decoder):
 
 @pytest.mark.parametrize("decoder", ["all", "exact"])
 def test_an_exact_encoder_replay_continues_like_a_cold_prompt(decoder):
-    """U4: pages 0..15 are there, every window is gone: entries before the hit keep their bytes, all else is the same."""
+    """U4: pages 0..15 are there, windows are gone: entries before the hit keep their bytes, all else is the same."""
     tokens, hit = prompt(37, seed=9), 16
     logits, cold = run(DEEP, tokens, decoder)
     before = stored(DEEP, cold, 37)
