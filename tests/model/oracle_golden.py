@@ -28,7 +28,7 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     freqs = {f"{table}/{part}": a for table, parts in model_tables(cfg).items() for part, a in parts.items()}
     ids = rng.integers(0, cfg.vocab_size, (batch, prompt + decoded)).astype(np.int32)
     memory, hashes = _memory(cfg, ids) if cfg.engram_layer_ids else ({}, [None] * batch)
-    runs = [model.run(weights, config, freqs, row, rows) for row, rows in zip(ids, hashes, strict=True)]
+    runs = [model.run(weights, config, freqs, row, ngram_rows=rows) for row, rows in zip(ids, hashes, strict=True)]
     arrays = {"input_ids": ids} | _split("", "logits_all", [run["logits"] for run in runs], prompt)
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
     if memory:

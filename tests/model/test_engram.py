@@ -92,6 +92,12 @@ def test_prefill_equals_every_split_into_prefill_and_decode():
     check_every_split(CFG, PARAMS[CFG], 0, 9).check()
 
 
+def test_a_prompt_whose_decoder_runs_on_its_end_reads_the_same_rows():
+    """Memory is the encoder's: rows go to its pass over the chunk, none to the later pass over the prompt's end."""
+    sides = [Session(PARAMS[CFG], CFG, num_pages=8, prefill_rows=8, decoder=mode) for mode in ("all", "exact")]
+    assert_close_logits(*(np.asarray(side.append({"a": A[:12]})) for side in sides))
+
+
 def test_rows_of_every_position_are_those_of_the_committed_tokens(expected):
     """B75: drafts are hashed behind what is committed, and a rejected draft is in nobody's look-back."""
     mine = session()
