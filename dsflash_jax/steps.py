@@ -34,9 +34,6 @@ def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     if cfg.engram_layer_ids:
         ids = list(cfg.engram_layer_ids)
         raise ValueError(f"engram_layer_ids={ids} must be empty: the n-gram memory is not built yet.")
-    for name in ("quant_method", "expert_dtype"):
-        if getattr(cfg, name):
-            raise ValueError(f"{name}={getattr(cfg, name)!r} must be empty: packed weights are not built yet.")
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0))))
 
 
@@ -71,8 +68,9 @@ def forward(
     """Whole sequences int32[B, T] from position 0, differentiable; see `modules/whole_sequence.py`. Not jitted itself.
 
     `dense` and `use_global` may be traced booleans. Raises ValueError for tokens of another rank, rows that are empty
-    or longer than `max_position_embeddings`, an unknown `indexer_target`, and the two keys that reproduce the released
-    scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
+    or longer than `max_position_embeddings`, packed weights, an unknown `indexer_target`, and the two keys that
+    reproduce the released scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its
+    owner's key.
     """
     if tokens.ndim != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be [B, T].")
@@ -82,6 +80,12 @@ def forward(
     for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
         if getattr(cfg, name) != only:
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
+    for name in ("quant_method", "expert_dtype"):
+        if getattr(cfg, name):
+            raise ValueError(
+                f"{name}={getattr(cfg, name)!r} must be empty in forward: packed weights have no gradient; "
+                "load them with dequantise=True."
+            )
     if indexer_target not in ("served", "own"):
         raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
     flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
