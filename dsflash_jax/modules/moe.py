@@ -38,7 +38,7 @@ class Experts(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         count, d, f = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
-        packed = cfg.expert_dtype
+        packed = cfg.expert_dtype or cfg.quant_method  # as the reference: experts follow unless told otherwise
         self.w1, self.w3 = Stacked(count, d, f, rngs, packed), Stacked(count, d, f, rngs, packed)
         self.w2 = Stacked(count, f, d, rngs, packed)
 
