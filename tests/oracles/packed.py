@@ -1,4 +1,4 @@
-"""Packed weights and their products, one element at a time. Source: reference GEMM kernels as the golden notes give them."""
+"""Packed weights and their products, one element at a time. Source: reference inference/kernel.py, both GEMMs."""
 
 import numpy as np
 
