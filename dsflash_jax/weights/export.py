@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.weights.load import CONFIG_NAME
-from dsflash_jax.weights.names import released_names, stored_dtype, walk
+from dsflash_jax.weights.load import CONFIG_NAME, abstract_params
+from dsflash_jax.weights.names import check_names, released_names, released_shapes, stored_dtype, walk
 from dsflash_jax.weights.shards import CHUNK_BYTES, DTYPE_BYTES, FLOATS, INDEX_NAME
 
 STORED = ("released", "float32")
@@ -107,10 +107,14 @@ def config_json(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _pieces(params: Mapping[Any, Any], cfg: ModelConfig, dtype: str) -> list[_Piece]:
-    leaves = dict(walk(params))
+    abstract = abstract_params(cfg)
+    check_names(released_shapes(abstract), released_shapes(params))
+    leaves, wanted = dict(walk(params)), dict(walk(abstract))
     pieces = []
     for name, (path, expert) in released_names(params).items():
         leaf = leaves[path]
+        if (leaf.dtype == np.uint8) != (wanted[path].dtype == np.uint8):
+            raise ValueError(f"{name}: {leaf.dtype} parameters do not fit quant_method and expert_dtype of the config.")
         stored = stored_dtype(name, leaf.dtype, cfg)
         if dtype == "float32" and stored in FLOATS:
             stored = "F32"

@@ -1,4 +1,4 @@
-"""A written checkpoint is the released layout: what was read comes back byte for byte, and nothing is written in part."""
+"""A written checkpoint has the released layout: what was read comes back byte for byte, and never in part."""
 
 import json
 
@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.weights.export import export_checkpoint
 from dsflash_jax.weights.load import load_checkpoint
@@ -63,7 +64,7 @@ def test_a_pooling_compressor_is_stored_in_float32(released):
 def test_a_model_of_ours_comes_back_as_it_was(tmp_path, changes):
     """Trained values are no bfloat16 numbers: float32 keeps them, the released types refuse them by name."""
     cfg = running.single(**changes)
-    params = running.parameters(cfg)
+    params = steps.init_params(cfg)
     with pytest.raises(ValueError, match=r'weight has values that BF16 cannot hold.*dtype="float32"'):
         export_checkpoint(params, cfg, tmp_path / "rounded")
     assert not list(tmp_path.iterdir())
@@ -97,3 +98,12 @@ def test_options_that_do_not_fit_are_refused(released, tmp_path, options, messag
     loaded = load_checkpoint(released)
     with pytest.raises(ValueError, match=message):
         export_checkpoint(loaded.params, loaded.cfg, tmp_path / "new", **options)
+
+
+def test_parameters_of_another_config_are_refused(released, tmp_path):
+    loaded = load_checkpoint(released)
+    with pytest.raises(ValueError, match=r"unexpected: layers.0.attn.wkv.scale"):
+        export_checkpoint(loaded.params, loaded.cfg.replace(quant_method="", expert_dtype=""), tmp_path / "plain")
+    loaded.params["layers"][0]["attn"]["wkv"]["weight"] = np.zeros((32, 64), np.float32)
+    with pytest.raises(ValueError, match=r"layers.0.attn.wkv.weight: float32 parameters do not fit"):
+        export_checkpoint(loaded.params, loaded.cfg, tmp_path / "mixed")
