@@ -9,7 +9,7 @@ from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.weights.names import released_names
-from tests.oracles import model
+from tests.oracles import model, packed
 from tests.oracles.attention import ring_slots, window_positions
 from tests.oracles.indexer import candidate_mask
 
@@ -27,7 +27,7 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     weights = _weights(cfg, rng)
     freqs = {f"{table}/{part}": a for table, parts in model_tables(cfg).items() for part, a in parts.items()}
     ids = rng.integers(0, cfg.vocab_size, (batch, prompt + decoded)).astype(np.int32)
-    runs = [model.run(weights, config, freqs, row) for row in ids]
+    runs = [model.run(_for_the_oracle(weights), config, freqs, row) for row in ids]
     arrays = {"input_ids": ids} | _split("", "logits_all", [run["logits"] for run in runs], prompt)
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
     arrays["prefill/logits_last"] = arrays["prefill/logits_all"][:, -1]
@@ -51,6 +51,9 @@ def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray
         for key in path:
             leaf = leaf[key]
         shape = leaf.shape if expert is None else leaf.shape[1:]
+        if leaf.dtype == np.uint8:
+            tensors[name] = _codes(name, shape, rng)
+            continue
         draw = rng.normal(size=shape)
         if name.endswith("norm.weight"):
             draw = 1 + 0.2 * draw
@@ -60,6 +63,24 @@ def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray
             draw = 0.5 * draw
         tensors[name] = draw.astype(np.float32)
     return tensors
+
+
+def _codes(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Packed weights of about unit gain: any finite code, scales of three neighbouring powers of two."""
+    if not name.endswith(".scale"):
+        codes = rng.integers(0, 256, shape, dtype=np.uint8)
+        return np.where((codes & 127) == 127, 0, codes) if ".experts." not in name else codes
+    least = 124 - int(np.log2(shape[1] * 32) / 2) - (0 if ".experts." in name else 6)
+    return rng.integers(least, least + 3, shape, dtype=np.uint8)
+
+
+def _for_the_oracle(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray | packed.Matrix]:
+    """Codes joined with their scales."""
+    joined = {name: value for name, value in weights.items() if not name.endswith(".scale")}
+    for name in (name.removesuffix("scale") + "weight" for name in weights.keys() - joined.keys()):
+        kind = "fp4" if ".experts." in name else "fp8"
+        joined[name] = packed.Matrix(kind, weights[name], weights[name.removesuffix("weight") + "scale"])
+    return joined
 
 
 def _split(at: str, name: str, per_sequence: list, prompt: int) -> dict[str, np.ndarray]:
