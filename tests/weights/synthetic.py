@@ -15,6 +15,7 @@ STORED = {
     "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "I8", "bfloat16": "BF16",
     "float32": "F32",
 }  # fmt: skip
+RAW = "U8"  # bytes that say nothing about what they are
 INDEX = "model.safetensors.index.json"
 
 

@@ -92,7 +92,7 @@ def test_a_truncated_shard_names_the_tensor_that_is_cut_off(folder):
     refused(folder, shard.name, "header")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(CODES, "BF16"), (EXPERT, "F8_E4M3"), ("norm.weight", "U8")])
+@pytest.mark.parametrize(("name", "dtype"), [(CODES, "BF16"), (EXPERT, "F8_E4M3"), ("norm.weight", synthetic.RAW)])
 def test_a_wrong_element_type_names_tensor_and_file(tmp_path, name, dtype):
     tensors = {**TENSORS, name: (dtype, np.ones(TENSORS[name][1].shape, np.uint8))}
     folder = synthetic.write_checkpoint(tmp_path / "model", CFG, tensors)
