@@ -16,6 +16,7 @@ import numpy as np
 from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.replay import decoder_rows, tail_rows
 from dsflash_jax.types import GLOBAL_GROUP, StepInfo
 
 
@@ -147,6 +148,34 @@ def check_cache(cache: ModelCache, cfg: ModelConfig) -> None:
         if not fits:
             rule = f"must be {need} for this configuration: the cache was made for another one"
             raise ValueError(f"cache.{name} with {have} per row {rule}.")
+
+
+def check_tail(cache: ModelCache, cfg: ModelConfig, decoder: str) -> None:
+    """Raises ValueError if the cache keeps fewer encoder states than `decoder` starts from, or there is no decoder."""
+    need = tail_rows(cfg, decoder)
+    if not need:
+        raise ValueError(f"decoder={decoder!r} needs a decoder, and without kv_source_layer_ids there is none.")
+    have = 0 if cache.tail is None else cache.tail.pre.shape[1]
+    if have < need:
+        rule = f"needs a cache with {need} encoder states per slot, this one has {have}"
+        raise ValueError(f"decoder={decoder!r} {rule}: make it with decoder={decoder!r}.")
+
+
+def rows_to_run(step: StepInfo, cfg: ModelConfig, decoder: str) -> tuple[int, ...]:
+    """Rows per sequence of each decoder layer for the prompts that end in `step`; () where none ends.
+
+    No more than the longest of them has, as a power of two, so that few shapes are compiled. A step on a device is not
+    waited for: it gets the rows of the longest prompt.
+    """
+    rows = decoder_rows(cfg, decoder)
+    facts = (step.slot, step.length, step.replay_start, step.last_chunk)
+    if not all(isinstance(leaf, np.ndarray) for leaf in facts):
+        return rows
+    ending = step.last_chunk & (step.slot >= 0)
+    if not ending.any():
+        return ()
+    longest = bucket(int((step.length - step.replay_start)[ending].max()))
+    return tuple(min(count, longest) for count in rows)
 
 
 @functools.lru_cache(maxsize=64)

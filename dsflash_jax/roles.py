@@ -35,12 +35,17 @@ class LayerRole:
         return REINDEX if self.indexes else REUSE
 
 
+def decoder_start(cfg: ModelConfig) -> int:
+    """First decoder layer: the last KV source. Without any KV source every layer is an encoder layer."""
+    return max(cfg.kv_source_layer_ids, default=cfg.num_hidden_layers)
+
+
 @functools.lru_cache(maxsize=64)
 def layer_roles(cfg: ModelConfig) -> tuple[LayerRole, ...]:
-    """One `LayerRole` per backbone layer. Without any KV source every layer is an encoder layer."""
+    """One `LayerRole` per backbone layer."""
     roles = []
     kv_source = index_source = None
-    decoder_start = max(cfg.kv_source_layer_ids, default=cfg.num_hidden_layers)
+    first = decoder_start(cfg)
     candidates = cfg.candidate_source_layer_id
     for layer, ratio in enumerate(cfg.layer_ratios):
         owns, indexes = layer in cfg.kv_source_layer_ids, layer in cfg.index_source_layer_ids
@@ -57,7 +62,7 @@ def layer_roles(cfg: ModelConfig) -> tuple[LayerRole, ...]:
                 kv_source=kv_source if ratio else None,
                 index_source=index_source if ratio else None,
                 rope="compressed" if ratio else "swa",
-                side="decoder" if layer >= decoder_start else "encoder",
+                side="decoder" if layer >= first else "encoder",
             )
         )
     return tuple(roles)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsflash_jax import steps
-from dsflash_jax.batch import Chunk, bucket, check_tokens, make_step
+from dsflash_jax.batch import Chunk, bucket, check_tail, check_tokens, make_step
 from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
@@ -27,6 +27,7 @@ class Planned(NamedTuple):
 
     work: dict[Hashable, list[int]]
     step: StepInfo
+    decoder: str  # how `prefill` runs it; "all" for a step of one token per sequence, which is a decode step
 
 
 class Session:
@@ -44,19 +45,24 @@ class Session:
         sequences: int = 1,
         prefill_rows: int = PREFILL_ROWS,
         table_pages: int | None = None,
+        decoder: str = "all",
     ) -> None:
         """An empty cache of `num_pages` pages for up to `sequences` sequences at a time.
 
         prefill_rows: a longer `append` runs in steps of that many rows, as a power of two.
         table_pages: width of all block tables; without it, a power of two that grows with the longest sequence. Each
         new width compiles a step, and a wider table is more to read.
+        decoder: how prompts run the decoder layers, as in `steps.prefill`; decoded and verified tokens run all layers.
         """
         for name, value in (("sequences", sequences), ("prefill_rows", prefill_rows)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.params, self.cfg = params, cfg
         self.pool = PagePool(num_pages, cfg.page_size)
-        self.cache = ModelCache.empty(cfg, num_pages, sequences)
+        self.cache = ModelCache.empty(cfg, num_pages, sequences, decoder=decoder)
+        if decoder != "all":
+            check_tail(self.cache, cfg, decoder)
+        self._decoder = decoder
         self._rows, self._table_pages = bucket(prefill_rows), table_pages
         self._free = list(range(sequences))  # ascending, hence a heap
         self._slots: dict[Hashable, int] = {}
@@ -73,15 +79,15 @@ class Session:
         One token each is a decode step; more are a prefill, in as many steps as its rows need.
         """
         left = self._admit(work)
-        total = sum(map(len, left.values()))
+        total, decoder = sum(map(len, left.values())), self._mode(left)
         rows = min(bucket(total), self._rows)
         if total <= rows:
-            logits = self.run(self._plan(left, rows, left))
+            logits = self.run(self._plan(left, rows, left, decoder))
             return logits if len(logits) == len(left) else logits[: len(left)]
         last: dict[Hashable, jax.Array] = {}
         while left:
             part = _first_rows(left, rows)
-            logits = self.run(self._plan(part, rows, left))
+            logits = self.run(self._plan(part, rows, left, decoder))
             last |= {name: logits[row] for row, name in enumerate(part) if len(part[name]) == len(left[name])}
             left = {name: tokens[len(part.get(name, ())) :] for name, tokens in left.items()}
             left = {name: tokens for name, tokens in left.items() if tokens}
@@ -90,7 +96,7 @@ class Session:
     def plan(self, work: Work) -> Planned:
         """The one step that takes the next tokens of each sequence, its pages reserved: `run` runs it, once."""
         admitted = self._admit(work)
-        return self._plan(admitted, bucket(sum(map(len, admitted.values()))), admitted)
+        return self._plan(admitted, bucket(sum(map(len, admitted.values()))), admitted, self._mode(admitted))
 
     def run(self, planned: Planned) -> jax.Array:
         """Runs a plan before any other call: logits [S, V], a row per sequence in the plan's order, then padding.
@@ -103,7 +109,7 @@ class Session:
                 now = "it is closed" if known is None else f"it has {known} now"
                 raise ValueError(f"sequence {name!r} was planned behind {start} tokens, {now}: plan again.")
         self._verified = None
-        logits, self.cache = steps.prefill(self.params, self.cache, planned.step, self.cfg)
+        logits, self.cache = steps.prefill(self.params, self.cache, planned.step, self.cfg, decoder=planned.decoder)
         for name, tokens in planned.work.items():
             self._known[name] += tokens
         return logits
@@ -127,7 +133,7 @@ class Session:
         """
         if self._verified is None:
             raise ValueError(f"accepted={dict(accepted)} has nothing to accept from: call verify first.")
-        work, step = self._verified
+        work, step = self._verified.work, self._verified.step
         for name, count in accepted.items():
             if name not in work:
                 raise ValueError(f"accepted names sequence {name!r}, verified were {', '.join(map(repr, work))}.")
@@ -172,7 +178,13 @@ class Session:
             self._slots[name], self._known[name] = heapq.heappop(self._free), []
         return {name: [int(token) for token in tokens] for name, tokens in work.items()}
 
-    def _plan(self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]]) -> Planned:
+    def _mode(self, work: dict[Hashable, list[int]]) -> str:
+        """How the decoder runs on `work` as a whole: the last part of a prompt may be one token long, too."""
+        return self._decoder if any(len(tokens) > 1 for tokens in work.values()) else "all"
+
+    def _plan(
+        self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]], decoder: str
+    ) -> Planned:
         """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part."""
         chunks = []
         for name, tokens in work.items():
@@ -181,7 +193,7 @@ class Session:
             previous = known[-1] if known else -1
             last = len(tokens) == len(wanted[name])
             chunks.append(Chunk(self._slots[name], tokens, len(known), pages, previous_token=previous, last_chunk=last))
-        return Planned(work, make_step(chunks, self.cfg, rows=rows, pages=self._table_pages))
+        return Planned(work, make_step(chunks, self.cfg, rows=rows, pages=self._table_pages), decoder)
 
 
 def _first_rows(left: dict[Hashable, list[int]], rows: int) -> dict[Hashable, list[int]]:

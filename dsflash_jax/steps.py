@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from dsflash_jax.batch import check_accepted, check_cache, check_step, check_verified_rows
+from dsflash_jax.batch import check_accepted, check_cache, check_step, check_tail, check_verified_rows, rows_to_run
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.asymmetric import prefill_asymmetric
 from dsflash_jax.modules.transformer import Transformer, commit_lengths
 from dsflash_jax.modules.whole_sequence import Flags, ForwardOutput, whole_sequence
 from dsflash_jax.types import StepInfo
@@ -101,14 +102,31 @@ def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, l
     return out, commit_lengths(cache, step.slot, length)
 
 
-def prefill(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
+@functools.partial(
+    jax.jit, static_argnames=("cfg", "rows"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
+)
+def _asymmetric(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, rows: tuple[int, ...]):
+    out, cache = prefill_asymmetric(bind(params, cfg), step, cache, rows)
+    return out, commit_lengths(cache, step.slot, step.length)
+
+
+def prefill(
+    params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, *, decoder: str = "all"
+) -> tuple[jax.Array, ModelCache]:
     """A chunk (or whole prompt) per sequence: (logits [S, V] of each sequence's last row, cache). Any chunking.
 
-    Raises ValueError for a cache of another configuration, and for slots and pages that the cache does not have.
+    decoder: "all" runs every layer on every token. "replay" and "exact" run the decoder on the ends of prompts only
+    (`last_chunk`), from the cache's tail; see `replay.py`. Logits of a sequence whose prompt goes on are then NaN.
+
+    Raises ValueError for a cache of another configuration, slots and pages that the cache does not have, an unknown
+    `decoder`, and a cache made for another one.
     """
     check_cache(cache, cfg)
     check_step(step, cache)
-    return _step(params, cache, step, cfg, "last", True)
+    if decoder == "all":
+        return _step(params, cache, step, cfg, "last", True)
+    check_tail(cache, cfg, decoder)
+    return _asymmetric(params, cache, step, cfg, rows_to_run(step, cfg, decoder))
 
 
 def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
@@ -154,4 +172,14 @@ def trace_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConf
     """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one). Unchecked."""
     captures: list[dict] = []
     out, cache = bind(params, cfg)(step, cache, "all", captures)
+    return out, commit_lengths(cache, step.slot, step.length), captures
+
+
+@functools.partial(
+    jax.jit, static_argnames=("cfg", "rows"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
+)
+def trace_asymmetric(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, rows: tuple[int, ...]):
+    """`prefill` with decoder rows per layer (`batch.rows_to_run`) and all intermediates, as `trace_step`. Unchecked."""
+    captures: list[dict] = []
+    out, cache = prefill_asymmetric(bind(params, cfg), step, cache, rows, captures)
     return out, commit_lengths(cache, step.slot, step.length), captures

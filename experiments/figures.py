@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
 from dsflash_jax.analysis.recall import Interval, wilson
-from experiments.artifacts import replacing
+from experiments.drawing import BLACK, BLUE, GREY, ORANGE, SKY, save_figure, style
 from experiments.gate import LEARNED, Gate
 from experiments.rows import (
     BASE,
@@ -32,19 +29,9 @@ from experiments.rows import (
     sequence_bytes,
 )
 
-# Okabe and Ito: tell apart with any common colour blindness, and by brightness in print.
-BLUE, ORANGE, SKY, GREY, BLACK = "#0072B2", "#D55E00", "#8CC4E8", "#8A8A8A", "#222222"
-DPI = 130
 MIN_ASKED = 10  # answers in a bin of distance: a share of fewer would be drawn as if it were known
-COLOURS = 96  # of a saved figure: a palette makes the file a third as large
 TOP = 116  # of a recall axis: room for the names of the distances
 SEED_GAP = 1.3  # tokens, or bytes, by which the dots of seeds stand beside their pooled point
-STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 9.5, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#666666",
-    "axes.grid": True, "grid.color": "#E8E8E8", "grid.linewidth": 0.8, "axes.axisbelow": True,
-    "xtick.color": "#444444", "ytick.color": "#444444", "figure.facecolor": "white",
-}
 
 
 def write_figures(folder: Path, rows: Sequence[Row], gate: Gate, chance: float) -> dict[str, str]:
@@ -64,17 +51,8 @@ def write_figures(folder: Path, rows: Sequence[Row], gate: Gate, chance: float) 
 
 
 def _save(path: Path, draw: Callable[..., Figure], rows: Sequence[Row], gate: Gate, chance: float) -> None:
-    with matplotlib.rc_context(STYLE):
-        drawn = draw(rows, chance)
-        if gate.status != LEARNED:
-            drawn.text(
-                0.5, 0.5, gate.status, ha="center", va="center", rotation=24, fontsize=46, color="#B00020", alpha=0.16,
-                zorder=10,
-            )
-        with io.BytesIO() as whole, replacing(path) as temporary:
-            drawn.savefig(whole, format="png", dpi=DPI)
-            picture = Image.open(whole).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-            picture.save(temporary, format="png", optimize=True)
+    with style():
+        save_figure(path, draw(rows, chance), None if gate.status == LEARNED else gate.status)
 
 
 def draw_recall(rows: Sequence[Row], chance: float) -> Figure:

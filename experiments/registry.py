@@ -37,6 +37,11 @@ STUDIES: Mapping[str, Study] = MappingProxyType({
         "What does each compress ratio cost in recall, and save in bytes?",
         "experiments.compress_ratio",
     ),
+    "decoder-replay": Study(
+        "decoder-replay",
+        "What does running the decoder on the end of a prompt only change, and how much prefill time does it save?",
+        "experiments.decoder_replay",
+    ),
 })
 
 

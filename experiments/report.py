@@ -299,7 +299,8 @@ def _making(plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence
     tokens = settings["steps"] * settings["rows"] * settings["context"]
     return "\n".join([
         "## How it was made", "",
-        f"- `dsflash run compress-ratio{option}`", *(f"  - {_session(session)}" for session in manifest["sessions"]),
+        f"- `dsflash run compress-ratio{option}`",
+        *(f"  - {session_line(session)}" for session in manifest["sessions"]),
         f"- {_times(rows)}",
         f"- {settings['steps']} steps of {settings['rows']} rows x {settings['context']} tokens ({tokens:,} tokens per "
         f"model), learning rate {settings['learning_rate']:g}, keys and values {rounding} in training, seeds "
@@ -315,7 +316,8 @@ def _making(plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence
     ])
 
 
-def _session(session: Mapping[str, Any]) -> str:
+def session_line(session: Mapping[str, Any]) -> str:
+    """When a session that worked on a run started, how long it took, how it ended, and from which commit."""
     git, seconds, finished = session["git"], session.get("elapsed_seconds"), session.get("finished")
     commit = "no checkout" if git is None else git["commit"][:12] + (" with local changes" if git["modified"] else "")
     took = "time not recorded" if seconds is None else f"{points(seconds / 60)} minutes"

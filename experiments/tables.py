@@ -110,11 +110,16 @@ def table(rows: Sequence[Row], columns: Mapping[str, Column], names: Mapping[str
     grouped = by_schedule(rows)
     cells = {title: [column(runs) for runs in grouped.values()] for title, column in columns.items()}
     shown = {title: texts for title, texts in cells.items() if any(text != NOTHING for text in texts)}
-    lines = [line(["encoder,decoder", *shown]), line(["---", *["---:"] * len(shown)])]
+    lines = []
     for number, (name, runs) in enumerate(grouped.items()):
         marked = marked_label(runs).replace(name, (names or {}).get(name, name), 1)
-        lines.append(line([marked, *(texts[number] for texts in shown.values())]))
-    return "\n".join(lines)
+        lines.append([marked, *(texts[number] for texts in shown.values())])
+    return markdown(["encoder,decoder", *shown], lines)
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    return "\n".join([line(head), line(["---", *["---:"] * (len(head) - 1)]), *map(line, lines)])
 
 
 def line(cells: Sequence[str]) -> str:

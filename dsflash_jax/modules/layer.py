@@ -57,8 +57,11 @@ def attention_step(
     published: Published,
     capture: dict | None = None,
     role: LayerRole | None = None,
+    entries: bool = True,
 ) -> tuple[jax.Array, ModelCache, Published]:
     """Attention of one layer for the rows x [T, d] (after attn_norm). `role` replaces the layer's own.
+
+    entries: whether a KV owner writes entries; False where they were written before from the same states.
 
     New rows are packed before anything reads them, so a row reads the same in the call that wrote it and later.
     """
@@ -67,8 +70,8 @@ def attention_step(
     q, qr = attn.query(x, rope)
     window, cache = _window(attn, x, rope, context, cache)
     sources: list[Source] = [window]
-    if role.owns_kv:
-        cache = _insert_entries(attn, x, context, cache)
+    if role.owns_kv and entries:
+        cache = insert_entries(attn, x, context, cache)
     if role.indexes:
         index_query = attn.indexer.query(x, qr, rope)
         published = select(index_query, published, step, context.tiles, cache.pages, role, cfg, capture)
@@ -112,7 +115,7 @@ def _window(attn: Attention, x: jax.Array, rope: Rope, context: StepContext, cac
     return window, dataclasses.replace(cache, ring=write_bytes(cache.ring, page, offset, rows))
 
 
-def _insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: ModelCache) -> ModelCache:
+def insert_entries(attn: Attention, x: jax.Array, context: StepContext, cache: ModelCache) -> ModelCache:
     """Pools the groups that this step completes and writes their main and index rows; keeps the open group's rows."""
     role, cfg, step = attn.role, attn.cfg, context.step
     done = completing_rows(step, role.ratio)

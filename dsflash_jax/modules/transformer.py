@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.cache.model_cache import ModelCache, Tail
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention
 from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial_streams, run_sublayer
@@ -20,8 +20,10 @@ from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.ops.linear import linear_f32
 from dsflash_jax.ops.rope import table_buffers
-from dsflash_jax.roles import LayerRole, layer_roles
+from dsflash_jax.roles import LayerRole, decoder_start, layer_roles
 from dsflash_jax.types import Published, StepInfo
+
+State = tuple[jax.Array, jax.Array, ModelCache, Published]  # streams [T, hc, d], pre [T, hc], cache, published
 
 
 class Table(nnx.Module):
@@ -108,6 +110,28 @@ class Transformer(nnx.Module):
             return self.head.f32(hidden)
         return linear_f32(hidden.astype(jnp.float32), self.embed.weight[...].astype(jnp.float32))
 
+    def context(self, step: StepInfo) -> StepContext:
+        """What all layers of a step share."""
+        return StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name())
+
+    def embed_step(self, step: StepInfo) -> tuple[jax.Array, jax.Array]:
+        """(streams [T, hc, d], pre [T, hc]) that enter the first layer."""
+        before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), step.tokens[:-1]])
+        at_start = step.positions == step.start[step.row_to_seq]
+        previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)
+        return initial_streams(self.embed_tokens(step.tokens, previous), self.cfg)
+
+    def run_layers(
+        self, layers: slice, context: StepContext, state: State, captures: list[dict] | None, entries: bool = True
+    ) -> State:
+        """Some layers in turn; `entries` as in `attention_step`."""
+        for layer in list(self.layers)[layers]:
+            capture = None if captures is None else {}
+            state = _run_layer(layer, context, state, capture, entries)
+            if captures is not None:
+                captures.append(capture)
+        return state
+
     def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
         """Runs the step: (float32 logits, cache).
 
@@ -116,17 +140,13 @@ class Transformer(nnx.Module):
         """
         if logits not in ("last", "all"):
             raise ValueError(f'logits={logits!r} must be "last" or "all".')
-        before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), step.tokens[:-1]])
-        at_start = step.positions == step.start[step.row_to_seq]
-        previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)
-        streams, pre = initial_streams(self.embed_tokens(step.tokens, previous), self.cfg)
-        context = StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name())
-        published = Published(None, None)
-        for layer in self.layers:
-            capture = None if captures is None else {}
-            streams, pre, cache, published = _run_layer(layer, streams, pre, context, cache, published, capture)
-            if captures is not None:
-                captures.append(capture)
+        context, start = self.context(step), decoder_start(self.cfg)
+        streams, pre = self.embed_step(step)
+        state = streams, pre, cache, Published(None, None)
+        streams, pre, cache, published = self.run_layers(slice(0, start), context, state, captures)
+        cache = keep_tail(cache, step, streams, pre)
+        state = streams, pre, cache, published
+        streams, pre, cache, _ = self.run_layers(slice(start, None), context, state, captures)
         final = None if captures is None else {}
         if logits == "last":
             row = jnp.maximum(step.last_row, 0)
@@ -137,13 +157,14 @@ class Transformer(nnx.Module):
         return out, cache
 
 
-def _run_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCache, published: Published, capture):
+def _run_layer(layer: Layer, context: StepContext, state: State, capture: dict | None, entries: bool) -> State:
     cfg = layer.attn.cfg
+    streams, pre, cache, published = state
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache, published
         x = layer.attn_norm(x)
-        out, cache, published = attention_step(layer.attn, x, context, cache, published, capture)
+        out, cache, published = attention_step(layer.attn, x, context, cache, published, capture, entries=entries)
         _record(capture, attn_in=x, attn_out=out)
         return out
 
@@ -162,6 +183,20 @@ def _run_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCac
 def _record(capture: dict | None, **arrays: jax.Array) -> None:
     if capture is not None:
         capture |= arrays
+
+
+def keep_tail(cache: ModelCache, step: StepInfo, streams: jax.Array, pre: jax.Array) -> ModelCache:
+    """Stores the encoder states of the step's rows where the cache has a tail; the last rows of a slot win."""
+    tail = cache.tail
+    if tail is None:
+        return cache
+    slots, rows = tail.pre.shape[:2]
+    keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - rows)
+    slot = step.slot[step.row_to_seq]
+    index = jnp.where(keep & (slot >= 0), slot, slots)
+    place = jnp.maximum(step.positions, 0) % rows
+    stored = [old.at[index, place].set(new, mode="drop") for old, new in ((tail.streams, streams), (tail.pre, pre))]
+    return dataclasses.replace(cache, tail=Tail(*stored))
 
 
 def commit_lengths(cache: ModelCache, slot: jax.Array, length: jax.Array) -> ModelCache:

@@ -8,7 +8,7 @@ from experiments.registry import STUDIES, get_study
 
 
 def test_every_study_has_a_question_and_a_module_that_runs():
-    assert set(STUDIES) == {"compress-ratio"}
+    assert set(STUDIES) == {"compress-ratio", "decoder-replay"}
     for name, study in STUDIES.items():
         assert study.name == name and study.question.endswith("?")
         module = importlib.import_module(study.module)
@@ -16,7 +16,7 @@ def test_every_study_has_a_question_and_a_module_that_runs():
 
 
 def test_an_unknown_study_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"study='compress' is unknown: must be one of compress-ratio\."):
+    with pytest.raises(ValueError, match=r"study='compress' is unknown: must be one of compress-ratio, decoder"):
         get_study("compress")
 
 

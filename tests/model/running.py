@@ -202,4 +202,5 @@ def poisoned(cache: ModelCache) -> ModelCache:
         ring=np.full_like(cache.ring, POISON_BYTE),
         state=np.full_like(cache.state, POISON_FLOAT),
         length=np.full_like(cache.length, 77),
+        tail=jax.tree.map(lambda leaf: np.full_like(leaf, POISON_FLOAT), cache.tail),
     )

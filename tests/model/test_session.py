@@ -185,3 +185,19 @@ def test_sizes_below_one_are_refused(field, value):
 def test_numpy_tokens_are_taken(expected):
     mine = session()
     assert_close_logits(mine.append({"a": np.array(A[:19], np.uint8)}), [expected["a"][18]])
+
+
+def test_a_prompt_in_parts_runs_the_decoder_once_at_its_end():
+    """The last part of one prompt is a single token: still the end of a prompt, not a decode step."""
+    cfg = running.shallow()
+    sizes = {"num_pages": 8, "table_pages": 4, "decoder": "replay"}
+    whole, parts = (Session(running.parameters(cfg), cfg, prefill_rows=rows, **sizes) for rows in (32, 8))
+    tokens = running.prompt(17, 11)
+    for more in (tokens, [5]):
+        logits = [np.asarray(mine.append({"a": more})) for mine in (whole, parts)]
+        assert_close_logits(*logits, atol=1e-3)
+
+
+def test_a_decoder_mode_is_refused_before_a_step():
+    with pytest.raises(ValueError, match="decoder='some' must be one of all, replay, exact"):
+        session(decoder="some")

@@ -21,12 +21,14 @@ def from_golden(archive):
     return weights, json.loads(str(archive["config_json"])), freqs
 
 
-def run(weights, config, freqs, tokens):
+def run(weights, config, freqs, tokens, decoded=None):
     """Logits of every position and what each layer computed on the way.
 
     weights: {"layers.2.attn.wq_a.weight": array, ...}, linear weights [out, in]; config: dict of the reference's model
     arguments; freqs: {"swa/cos", "swa/sin", "compressed/cos", "compressed/sin"}: [length, R / 2]; tokens: [T] ids.
     C = hc_mult, E = dim, D = head_dim, N = entries after T tokens of that layer's ratio.
+    decoded: how many of the last tokens the decoder layers (from the last KV source on) process; they then see no
+    window row of an earlier token, and "logits" and what those layers note begin with the first of these tokens.
 
     Returns {"logits": [T, V], "final_normed": [T, E], "layers": [one dict per layer]} (float32 unless said), the dicts
     holding: attn_in, attn_out, ffn_in, ffn_out [T, E]; h_out [T, C, E]; pre_mix_out [T, C]; hc_attn_pre, hc_attn_post,
@@ -40,12 +42,19 @@ def run(weights, config, freqs, tokens):
     weights = _Weights(weights)
     layers = [_Layer(weights, config, freqs, i) for i in range(config["n_layers"])]
     logits, finals = [], []
+    first = 0 if decoded is None else max(0, len(tokens) - decoded)
+    decoder = max(config["kv_source_layers"], default=config["n_layers"])
     for position, token in enumerate(tokens):
         stream = np.repeat(weights["embed.weight"][token][None], config["hc_mult"], axis=0)
         pre_mix = np.eye(1, config["hc_mult"], dtype=F32)[0]
         published = {}
-        for layer in layers:
+        for layer in layers[:decoder] if position < first else layers:
             stream, pre_mix = layer.step(position, stream, pre_mix, published)
+        if position < first:
+            layers[decoder].only_compress(position, stream, pre_mix)
+            for layer in layers[decoder:]:
+                layer.window_rows.append(None)
+            continue
         final = norms.rms_norm(hyper_connections.collapse(stream, pre_mix), weights["norm.weight"], config["norm_eps"])
         finals.append(final)
         logits.append(weights["head.weight"] @ final)
@@ -100,12 +109,18 @@ class _Layer:
         self._note(h_out=stream, pre_mix_out=next_pre)
         return stream, next_pre
 
+    def only_compress(self, position, stream, pre_mix):
+        """What a KV source stores of a token that it does not otherwise process."""
+        x = hyper_connections.collapse(stream, pre_mix)
+        self._compress(position, norms.rms_norm(x, self.w["attn_norm.weight"], self.c["norm_eps"]))
+
     def record(self, length):
         """Everything noted, stacked over positions, and the caches."""
         out = {name: np.stack(rows) for name, rows in self.trace.items() if name != "index_scores"}
-        out["window_rows"] = np.stack(self.window_rows)
+        out["window_rows"] = np.stack([row for row in self.window_rows if row is not None])
         if self.indexes:
-            out["index_scores"] = np.full((length, length // self.ratio), -np.inf, F32)
+            noted = len(self.trace["index_scores"])
+            out["index_scores"] = np.full((noted, length // self.ratio), -np.inf, F32)
             for t, row in enumerate(self.trace["index_scores"]):
                 out["index_scores"][t, : len(row)] = row
         if self.owns_kv:
@@ -136,7 +151,8 @@ class _Layer:
         kv = norms.rms_norm(w["wkv.weight"] @ x, w["kv_norm.weight"], c["norm_eps"])
         self.window_rows.append(quant.fake_quant("mxfp8", self._rotate(kv, position)))
 
-        rows = [self.window_rows[p] for p in attention.window_positions(position, c["window_size"]) if p >= 0]
+        seen = [self.window_rows[p] for p in attention.window_positions(position, c["window_size"]) if p >= 0]
+        rows = [row for row in seen if row is not None]
         if self.ratio:
             rows += self._selected_rows(position, x, latent_q, published)
         everything = np.arange(len(rows))[None]

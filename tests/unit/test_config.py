@@ -70,7 +70,8 @@ REFUSALS = {
     "engram-width": ({**ENGRAM, "engram_head_dim": 16}, "engram_head_dim=16 must be a multiple of 32"),
     "engram-pad": ({**ENGRAM, "engram_pad_token_id": 4096}, "engram_pad_token_id=4096 must be below vocab_size="),
     "engram-in-the-decoder": (
-        {**ENGRAM, "engram_layer_ids": (0, 4)}, "engram_layer_ids=[0, 4] names layer 4 at or above 4, where the decoder starts",
+        {**ENGRAM, "engram_layer_ids": (0, 4)},
+        "engram_layer_ids=[0, 4] names layer 4 at or above 4, where the decoder starts",
     ),
     "drafts-without-block": (
         {**DRAFTS, "dspark_block_size": 0}, "dspark_block_size=0 must be at least 1 when num_nextn_predict_layers",

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("dsflash_jax", "experiments", "pallas_kernels")
 
-BASE = {"numerics", "config", "config_io", "config_rules", "roles", "types"}
+BASE = {"numerics", "config", "config_io", "config_rules", "roles", "replay", "types"}
 MODEL = BASE | {"ops", "cache", "modules"}
 STEPS = MODEL | {"steps", "batch", "sampling"}
 HOST = STEPS | {"session"}
@@ -26,6 +26,7 @@ ALLOWED = {
     "config_io": BASE,
     "config_rules": BASE,
     "roles": BASE,
+    "replay": BASE,
     "types": BASE,
     "shipped": set(),
     "ops": BASE | {"pallas_kernels"},
