@@ -24,6 +24,8 @@ _HOMES = {  # public name -> module
     "Session": "session",
     "Sampling": "sampling",
     "generate_tokens": "generate",
+    "load_checkpoint": "weights.load",
+    "export_checkpoint": "weights.export",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -26,6 +26,7 @@ INTERRUPTED = 130
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 Json = Annotated[bool, tyro.conf.arg(name="json")]
 Config = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
+NAMES_SHOWN = 20  # of missing or unexpected tensors in a table
 PIPE_WIDTH = 160  # rich assumes 80 columns where there is no terminal and would cut table cells
 
 
@@ -211,6 +212,30 @@ def bench(
     return 0
 
 
+def inspect(
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PATH")],
+    as_json: Json = False,
+) -> int:
+    """Print what a checkpoint folder holds and lacks (exit 1 if it is incomplete), or what a configuration asks for.
+
+    Args:
+        path: a checkpoint folder, a configuration file, or the name of a shipped one (v41_flash, lab, tiny).
+        as_json: print the report, with all names, as JSON instead of tables.
+    """
+    from dsflash_jax.weights.inspect import inspect as report_on
+
+    report = report_on(path if path.is_dir() else config_path(path))
+    complete = report.get("complete", True)
+    if not as_json:
+        for kind in ("missing", "unexpected", "other_shape"):
+            names = report.pop(kind, [])
+            more = {"tensor": f"and {len(names) - NAMES_SHOWN:,} more"}
+            report |= {kind: [{"tensor": n} for n in names[:NAMES_SHOWN]] + [more] * (len(names) > NAMES_SHOWN)}
+        report = {key: value for key, value in report.items() if value != []}
+    _print_report(report, as_json, f"Checkpoint {path.name}" if path.is_dir() else f"Parameters of {path.stem}")
+    return 0 if complete else 1
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "roles": roles,
     "kv": kv,
@@ -219,6 +244,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "list": list_studies,
     "generate": generate,
     "bench": bench,
+    "inspect": inspect,
 }
 
 

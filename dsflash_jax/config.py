@@ -22,7 +22,7 @@ _LATER = frozenset({
     "engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_head_dim",
     "engram_pad_token_id", "engram_compressed_vocab_size", "dspark_block_size", "dspark_target_layer_ids",
     "dspark_markov_rank", "dspark_noise_token_id", "dspark_n_routed_experts", "dspark_num_experts_per_tok",
-    "quant_method", "expert_dtype",
+    "quant_method", "expert_dtype", "tie_word_embeddings",
 })  # fmt: skip
 
 
@@ -103,6 +103,7 @@ class ModelConfig:
     dspark_num_experts_per_tok: int = 0
     quant_method: str = ""  # "fp8": dense weights are packed E4M3 in 32x32 blocks, as released
     expert_dtype: str = ""  # "fp4": routed experts are packed E2M1 in groups of 32, as released
+    tie_word_embeddings: bool = False  # the head is the embedding; checkpoints then have no head tensor
     # -- project --
     dtype: str = "float32"
     score_dtype: str = "float32"  # of index scores; "bfloat16" reproduces the released rounding

@@ -52,7 +52,6 @@ _BUILT_VALUES = {
     "num_key_value_heads": 1,
     "pretraining_tp": 1,
     "rope_interleave": True,
-    "tie_word_embeddings": False,
     "topk_method": "noaux_tc",
 }
 # Keys of a released file that say nothing about the text backbone's arithmetic.

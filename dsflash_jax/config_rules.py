@@ -232,10 +232,11 @@ def _check_drafts(cfg: ModelConfig) -> None:
 
 
 def _check_packed_weights(cfg: ModelConfig) -> None:
-    packed = {"quant_method": ("hidden_size", "q_lora_rank", "moe_intermediate_size"),
-              "expert_dtype": ("hidden_size", "moe_intermediate_size")}  # fmt: skip
-    for key, widths in packed.items():
-        for name in widths if getattr(cfg, key) else ():
-            if getattr(cfg, name) % QUANT_BLOCK:
-                rule = f"must be a multiple of {QUANT_BLOCK} with {key}={getattr(cfg, key)!r}"
-                refuse(name, getattr(cfg, name), rule)
+    names = ("hidden_size", "q_lora_rank", "moe_intermediate_size")
+    widths = {name: getattr(cfg, name) for name in names}
+    packed = {"quant_method": widths | {"o_groups * o_lora_rank": cfg.o_groups * cfg.o_lora_rank},
+              "expert_dtype": {name: widths[name] for name in names if name != "q_lora_rank"}}  # fmt: skip
+    for key, inputs in packed.items():
+        for name, width in inputs.items() if getattr(cfg, key) else ():
+            if width % QUANT_BLOCK:
+                refuse(name, width, f"must be a multiple of {QUANT_BLOCK} with {key}={getattr(cfg, key)!r}")

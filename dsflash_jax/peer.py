@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.weights.names import to_released
+from dsflash_jax.weights.export import export_checkpoint
 
 # What mlx-lm's `deepseek_v41` computes and no key of its config can change.
 _MLX_FIXED = {
@@ -21,6 +23,10 @@ _MLX_FIXED = {
     "stale_index_keys": False,
     "token_shift": False,
     "engram_layer_ids": (),
+    "tie_word_embeddings": False,
+    # It reads packed weights, but does not round their inputs.
+    "quant_method": "",
+    "expert_dtype": "",
 }
 
 
@@ -61,19 +67,20 @@ class MlxLm:
         for field, fixed in _MLX_FIXED.items():
             if getattr(cfg, field) != fixed:
                 raise ValueError(f"{field}={getattr(cfg, field)!r} must be {fixed!r} for peer={self.name!r}.")
-        try:  # here, not above: an optional package that takes seconds to import
+        # Here, not above: an optional package that takes seconds to import, and whose older versions lack the model.
+        try:
             import mlx.core as mx
-            from mlx_lm.models import deepseek_v41
+            from mlx_lm.models import deepseek_v41  # noqa: F401
+            from mlx_lm.utils import load_model
         except ImportError as error:
             hint = "pip install 'dsflash-jax[peers]'"
             raise ValueError(f"peer={self.name!r} is not installed ({error}): {hint}.") from None
         self._mx = mx
-        with mx.stream(mx.cpu):
-            self._model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(cfg.to_dict()))
-            tensors = {key: mx.array(np.asarray(value, np.float32)) for key, value in to_released(params).items()}
+        with mx.stream(mx.cpu), tempfile.TemporaryDirectory() as folder:
+            exported = export_checkpoint(params, cfg, pathlib.Path(folder) / "model", dtype="float32")
             # Strict: one missing, unexpected or wrongly shaped tensor is an error, so no weight stays at its start.
-            self._model.load_weights(list(self._model.sanitize(tensors).items()), strict=True)
-            self._model.eval()
+            # Not lazy: the files are gone afterwards.
+            self._model, _ = load_model(exported, lazy=False, strict=True)
             mx.eval(self._model.parameters())
 
     def prefill_seconds(self, prompt: Sequence[int]) -> float:

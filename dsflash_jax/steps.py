@@ -40,9 +40,6 @@ EXACT_ROUNDING = {"xla_allow_excess_precision": False}
 @functools.lru_cache(maxsize=32)
 def _graph(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure and abstract state of a model of `cfg`; nothing is allocated."""
-    for name in ("quant_method", "expert_dtype"):
-        if getattr(cfg, name):
-            raise ValueError(f"{name}={getattr(cfg, name)!r} must be empty: packed weights are not built yet.")
     return nnx.split(nnx.eval_shape(lambda: Transformer(cfg, nnx.Rngs(0))))
 
 
@@ -81,8 +78,8 @@ def forward(
     needs, are those of `NgramHash.rows`; the tables themselves are packed and take no gradient.
 
     Raises ValueError for tokens of another rank, rows that are empty or longer than `max_position_embeddings`, an
-    unknown `indexer_target`, Engram layers without `ngram_rows`, and the two keys that reproduce the released scoring
-    (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
+    unknown `indexer_target`, packed weights, Engram layers without `ngram_rows`, and the two keys that reproduce the
+    released scoring (`score_dtype`, `stale_index_keys`): here scores are float32 and every entry has its owner's key.
     """
     if tokens.ndim != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} must be [B, T].")
@@ -92,6 +89,12 @@ def forward(
     for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
         if getattr(cfg, name) != only:
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
+    for name in ("quant_method", "expert_dtype"):
+        if getattr(cfg, name):
+            raise ValueError(
+                f"{name}={getattr(cfg, name)!r} must be empty in forward: packed weights have no gradient; "
+                "load them with dequantise=True."
+            )
     if indexer_target not in ("served", "own"):
         raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
     if cfg.engram_layer_ids and ngram_rows is None:

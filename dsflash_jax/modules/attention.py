@@ -36,7 +36,8 @@ class Indexer(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.wq_b = Linear(cfg.q_lora_rank, cfg.index_n_heads * cfg.index_head_dim, rngs=rngs)
+        width = cfg.index_n_heads * cfg.index_head_dim
+        self.wq_b = Linear(cfg.q_lora_rank, width, rngs=rngs, packed=cfg.quant_method)
         self.weights_proj = Linear(cfg.hidden_size, cfg.index_n_heads, rngs=rngs)
         if role.owns_kv:
             self.wk = Linear(cfg.head_dim, cfg.index_head_dim, rngs=rngs)
@@ -62,15 +63,15 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
         self.cfg, self.role = cfg, role
-        heads = cfg.num_attention_heads
+        heads, packed = cfg.num_attention_heads, cfg.quant_method
         self.attn_sink = nnx.Param(jnp.zeros((heads,), jnp.float32))
-        self.wq_a = Linear(cfg.hidden_size, cfg.q_lora_rank, rngs=rngs)
+        self.wq_a = Linear(cfg.hidden_size, cfg.q_lora_rank, rngs=rngs, packed=packed)
         self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps)
-        self.wq_b = Linear(cfg.q_lora_rank, heads * cfg.head_dim, rngs=rngs)
-        self.wkv = Linear(cfg.hidden_size, cfg.head_dim, rngs=rngs)
+        self.wq_b = Linear(cfg.q_lora_rank, heads * cfg.head_dim, rngs=rngs, packed=packed)
+        self.wkv = Linear(cfg.hidden_size, cfg.head_dim, rngs=rngs, packed=packed)
         self.kv_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.wo_a = Linear(heads * cfg.head_dim // cfg.o_groups, cfg.o_groups * cfg.o_lora_rank, rngs=rngs)
-        self.wo_b = Linear(cfg.o_groups * cfg.o_lora_rank, cfg.hidden_size, rngs=rngs)
+        self.wo_b = Linear(cfg.o_groups * cfg.o_lora_rank, cfg.hidden_size, rngs=rngs, packed=packed)
         if role.owns_kv:
             self.compressor = Compressor(cfg, role, rngs)
         if role.indexes:

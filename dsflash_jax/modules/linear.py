@@ -6,24 +6,49 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsflash_jax.ops.linear import linear, linear_f32
+from dsflash_jax.ops.linear import Weight, linear, linear_f32
 from dsflash_jax.ops.norms import rms_norm
+from dsflash_jax.ops.packed import PackedWeight, pack_weight
 
 
 class Linear(nnx.Module):
-    """y = x W^T with W [out, in], as released; no bias."""
+    """y = x W^T with W [out, in], as released; no bias.
 
-    def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs, gain: float = 1.0, dtype=jnp.float32):
+    `packed`: "" keeps W as floats, "fp8" and "fp4" as the codes and scales of `ops/packed.py`.
+    """
+
+    def __init__(
+        self, in_width: int, out_width: int, *, rngs: nnx.Rngs, gain: float = 1.0, dtype=jnp.float32, packed: str = ""
+    ):
         std = gain * in_width**-0.5
-        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (out_width, in_width), dtype))
+        self.packed = packed
+        hold(self, std * jax.random.normal(rngs.params(), (out_width, in_width), dtype), packed)
+
+    def matrix(self) -> Weight:
+        """W as floats or as codes, for the functions of `ops/`."""
+        return held(self, self.packed)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] -> [..., out] in x's dtype."""
-        return linear(x, self.weight[...])
+        return linear(x, self.matrix())
 
     def f32(self, x: jax.Array) -> jax.Array:
         """The product in float32: operand and weight are upcast first."""
         return linear_f32(x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+
+
+def hold(module: nnx.Module, weight: jax.Array, packed: str) -> None:
+    """Keeps a float weight [..., out, in] as `module.weight`, packed with its scales as `module.scale`."""
+    if not packed:
+        module.weight = nnx.Param(weight)
+        return
+    codes = pack_weight(weight.astype(jnp.float32), packed)
+    module.weight, module.scale = nnx.Param(codes.codes), nnx.Param(codes.scale)
+
+
+def held(module: nnx.Module, packed: str) -> Weight:
+    """What `hold` kept."""
+    return PackedWeight(module.weight[...], module.scale[...], packed) if packed else module.weight[...]
 
 
 class RMSNorm(nnx.Module):

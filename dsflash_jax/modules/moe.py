@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.modules.linear import Linear
+from dsflash_jax.modules.linear import Linear, held, hold
+from dsflash_jax.ops.linear import Weight
 from dsflash_jax.ops.moe import expert, route, routed_experts, routed_experts_all
 
 
@@ -21,10 +22,15 @@ class Gate(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """One released tensor per expert, stacked on a leading expert axis: [E, out, in]."""
+    """One released tensor per expert, stacked on a leading expert axis: [E, out, in], or packed."""
 
-    def __init__(self, count: int, in_width: int, out_width: int, rngs: nnx.Rngs):
-        self.weight = nnx.Param(in_width**-0.5 * jax.random.normal(rngs.params(), (count, out_width, in_width)))
+    def __init__(self, count: int, in_width: int, out_width: int, rngs: nnx.Rngs, packed: str = ""):
+        self.packed = packed
+        hold(self, in_width**-0.5 * jax.random.normal(rngs.params(), (count, out_width, in_width)), packed)
+
+    def matrices(self) -> Weight:
+        """All experts' weights."""
+        return held(self, self.packed)
 
 
 class Experts(nnx.Module):
@@ -32,21 +38,22 @@ class Experts(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         count, d, f = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
-        self.w1, self.w3 = Stacked(count, d, f, rngs), Stacked(count, d, f, rngs)
-        self.w2 = Stacked(count, f, d, rngs)
+        packed = cfg.expert_dtype or cfg.quant_method  # as the reference: experts follow unless told otherwise
+        self.w1, self.w3 = Stacked(count, d, f, rngs, packed), Stacked(count, d, f, rngs, packed)
+        self.w2 = Stacked(count, f, d, rngs, packed)
 
-    def weights(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def weights(self) -> tuple[Weight, Weight, Weight]:
         """(w1, w2, w3)."""
-        return self.w1.weight[...], self.w2.weight[...], self.w3.weight[...]
+        return self.w1.matrices(), self.w2.matrices(), self.w3.matrices()
 
 
 class SharedExpert(nnx.Module):
     """The expert every token passes."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        d, f = cfg.hidden_size, cfg.moe_intermediate_size
-        self.w1, self.w3 = Linear(d, f, rngs=rngs), Linear(d, f, rngs=rngs)
-        self.w2 = Linear(f, d, rngs=rngs)
+        d, f, packed = cfg.hidden_size, cfg.moe_intermediate_size, cfg.quant_method
+        self.w1, self.w3 = Linear(d, f, rngs=rngs, packed=packed), Linear(d, f, rngs=rngs, packed=packed)
+        self.w2 = Linear(f, d, rngs=rngs, packed=packed)
 
 
 class MoE(nnx.Module):
@@ -70,5 +77,5 @@ class MoE(nnx.Module):
         run = routed_experts_all if training else routed_experts
         routed = run(x, weights, chosen, *self.experts.weights(), cfg.swiglu_limit)
         shared = self.shared_experts
-        common = expert(x, shared.w1.weight[...], shared.w2.weight[...], shared.w3.weight[...], cfg.swiglu_limit)
+        common = expert(x, shared.w1.matrix(), shared.w2.matrix(), shared.w3.matrix(), cfg.swiglu_limit)
         return (routed + common.astype(jnp.float32)).astype(x.dtype)

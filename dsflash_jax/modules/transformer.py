@@ -19,6 +19,7 @@ from dsflash_jax.modules.moe import MoE
 from dsflash_jax.modules.selection import tile_rows
 from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.ops.hyper_connections import collapse
+from dsflash_jax.ops.linear import linear_f32
 from dsflash_jax.ops.rope import table_buffers
 from dsflash_jax.roles import LayerRole, decoder_start, layer_roles
 from dsflash_jax.types import Published, StepInfo
@@ -82,7 +83,8 @@ class Transformer(nnx.Module):
         self.embed = Table(cfg.vocab_size, cfg.hidden_size, rngs)
         self.layers = nnx.List([Layer(cfg, role, rngs) for role in layer_roles(cfg)])
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.head = Linear(cfg.hidden_size, cfg.vocab_size, rngs=rngs)
+        if not cfg.tie_word_embeddings:
+            self.head = Linear(cfg.hidden_size, cfg.vocab_size, rngs=rngs)
         self.freqs = Freqs(cfg)
         if cfg.token_shift:
             # Every other channel also carries the previous token: the channels that do not tell the two apart. From
@@ -102,7 +104,13 @@ class Transformer(nnx.Module):
         hidden = self.norm(collapse(streams, pre))
         if capture is not None:
             capture["final_normed"] = hidden
-        return self.head.f32(hidden)
+        return self.to_vocabulary(hidden)
+
+    def to_vocabulary(self, hidden: jax.Array) -> jax.Array:
+        """Normed hidden rows [..., d] -> float32 logits [..., V], by the head or by the embedding tied to it."""
+        if not self.cfg.tie_word_embeddings:
+            return self.head.f32(hidden)
+        return linear_f32(hidden.astype(jnp.float32), self.embed.weight[...].astype(jnp.float32))
 
     def context(self, step: StepInfo) -> StepContext:
         """What all layers of a step share."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsflash_jax.ops.linear import linear, linear_f32
+from dsflash_jax.ops.linear import Weight, linear, linear_f32
 from dsflash_jax.ops.topk import canonical
 
 # Measured on two CPU cores: sorting pays from about two pairs per expert; products of 128 rows run at twice the rate of
@@ -61,7 +62,7 @@ def swiglu(up: jax.Array, gate: jax.Array, limit: float) -> jax.Array:
 
 
 def expert(
-    x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float, route_weight: jax.Array | None = None
+    x: jax.Array, w1: Weight, w2: Weight, w3: Weight, limit: float, route_weight: jax.Array | None = None
 ) -> jax.Array:
     """One SwiGLU expert on x [..., d]; `route_weight` [...] multiplies before w2, as in the reference."""
     hidden = swiglu(linear(x, w3), linear(x, w1), limit)
@@ -86,7 +87,7 @@ def routed_experts_all(
 
 
 def routed_experts(
-    x: jax.Array, weights: jax.Array, experts: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, limit: float
+    x: jax.Array, weights: jax.Array, experts: jax.Array, w1: Weight, w2: Weight, w3: Weight, limit: float
 ) -> jax.Array:
     """Chosen experts only: x [T, d], weights and experts [T, k] -> float32[T, d]. Has no reverse gradient for
     many rows: training uses `routed_experts_all`.
@@ -97,7 +98,7 @@ def routed_experts(
     rows, k = experts.shape
     run = _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * w1.shape[0] else _run_by_expert
 
-    def one(pairs: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array) -> jax.Array:
+    def one(pairs: jax.Array, w1: Weight, w2: Weight, w3: Weight) -> jax.Array:
         source = jnp.maximum(pairs, 0)
         gain = jnp.where(pairs >= 0, weights.reshape(-1)[source], 0.0)
         return expert(x[source // k], w1, w2, w3, limit, gain)
@@ -112,7 +113,8 @@ def _run_alone(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.
     pair = jnp.arange(experts.size)
 
     def alone(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return one(args[0], *(lax.dynamic_index_in_dim(w, args[1], 0, keepdims=False) for w in matrices))
+        pick = functools.partial(lax.dynamic_index_in_dim, index=args[1], axis=0, keepdims=False)
+        return one(args[0], *jax.tree.map(pick, matrices))
 
     out = lax.map(alone, (pair[:, None], experts))
     return out.reshape(experts.size, -1), pair
@@ -122,7 +124,7 @@ def _run_by_expert(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[
     """As `_run_alone`, expert by expert: each one's weights are fetched once, and only blocks that hold pairs run."""
     count = matrices[0].shape[0]
     pair, first, used, place = _blocks_by_expert(experts, count)
-    shape = jax.eval_shape(one, pair[0], *(w[0] for w in matrices))
+    shape = jax.eval_shape(one, pair[0], *jax.tree.map(lambda w: w[0], matrices))
     empty = jnp.zeros((pair.shape[0], *shape.shape), shape.dtype)
 
     def blocks(out: jax.Array, args: tuple) -> tuple[jax.Array, None]:

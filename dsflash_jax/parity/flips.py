@@ -151,7 +151,7 @@ class _Indexing:
             return (down + up * unit).astype(np.float32)
 
         def product(x: np.ndarray, linear: Any) -> np.ndarray:
-            return np.asarray(linear_f32(x, linear.weight[...]))
+            return np.asarray(linear_f32(x, linear.matrix()))
 
         latent = stage("wq_a", product(self.x, attn.wq_a))
         latent = stage("q_norm", rms_norm(latent, attn.q_norm.weight[...], attn.q_norm.eps))

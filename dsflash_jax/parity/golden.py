@@ -61,8 +61,6 @@ def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
     parts = []
     if reference.get("n_mtp_layers"):
         parts.append("DSpark")
-    if reference.get("dtype") == "fp8" or reference.get("expert_dtype"):
-        parts.append("quantised weights")
     if reference.get("vision_n_layers"):
         parts.append("vision tower")
     return parts

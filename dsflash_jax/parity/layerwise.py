@@ -157,4 +157,4 @@ def _forced_attention(layer: Layer, context: StepContext, cache: ModelCache, pub
 
 
 def _forced_head(model: Transformer, streams: jax.Array, pre: jax.Array, given: dict) -> tuple[dict, jax.Array]:
-    return {"final_normed": model.norm(collapse(streams, pre))}, model.head.f32(given["final_normed"])
+    return {"final_normed": model.norm(collapse(streams, pre))}, model.to_vocabulary(given["final_normed"])

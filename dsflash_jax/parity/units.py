@@ -21,7 +21,7 @@ from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig, RopeScaling
 from dsflash_jax.numerics import minifloat
 from dsflash_jax.numerics.formats import get_format
-from dsflash_jax.ops import compressor, hyper_connections, indexer, moe, norms, rope
+from dsflash_jax.ops import compressor, hyper_connections, indexer, moe, norms, packed, rope
 from dsflash_jax.ops.linear import linear, linear_f32
 from dsflash_jax.ops.sparse_attention import TableSource, sparse_attention
 from dsflash_jax.parity.rules import (
@@ -44,7 +44,7 @@ from dsflash_jax.parity.units_engram import (
 
 # Parts of the released model that this package does not build yet: file -> key prefix -> name.
 UNBUILT = {
-    "units_ops": {"gemm/": "quantised GEMM", "image/": "image tokens", "dspark_idx/": "DSpark"},
+    "units_ops": {"image/": "image tokens", "dspark_idx/": "DSpark"},
 }
 QUANTISERS = {"act_quant_b32_ue8m0": "mxfp8", "fp4_b16_e4m3": "fp4_e4m3", "fp4_b32_e8m0": "mxfp4"}
 # Float32 sums in another order, relative to the largest value of a row.
@@ -296,11 +296,32 @@ def _compressor(unit: Unit) -> None:
         unit.close(at + "decode", latent[:, complete[emits] - 1])
 
 
+def _packed_products(unit: Unit) -> None:
+    """Codes and scales of the rounded input, products with both kinds of packed weight, and the unpacked weights."""
+    fmt, kinds = get_format(QUANTISERS["act_quant_b32_ue8m0"]), {"fp8": "w_fp8_codes", "fp4": "w_fp4_packed"}
+    if "gemm/w_fp8_codes" not in unit.arrays:
+        return
+    weights = {
+        kind: packed.PackedWeight(jnp.asarray(unit[f"gemm/{codes}"]), jnp.asarray(unit[f"gemm/w_{kind}_scale"]), kind)
+        for kind, codes in kinds.items()
+    }
+    for kind, weight in weights.items():
+        unit.exact(f"gemm/w_{kind}_dequant", jax.jit(packed.unpack_weight)(weight))
+    for match in unit.names(r"(gemm/(f32|bf16)/)x"):
+        golden_x, bf16 = unit[match[0]], match[2] == "bf16"
+        x = jnp.asarray(golden_x, jnp.bfloat16 if bf16 else jnp.float32)
+        row = np.asarray(jax.jit(fmt.pack)(x))
+        unit.exact(match[1] + "x_codes", row[:, : x.shape[-1]])
+        unit.exact(match[1] + "x_scale", row[:, x.shape[-1] :])
+        for kind, weight in weights.items():
+            (unit.ulp if bf16 else unit.close)(f"{match[1]}{kind}_out", jax.jit(linear)(x, weight))
+
+
 PARTS: dict[str, tuple[Callable[[Unit], None], ...]] = {
     "units_quant": (_quantisers, _code_tables),
     "units_ops": (
         _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _norms, _gate, _expert,
-        _compressor,
+        _compressor, _packed_products,
     ),
     "units_engram": (judge_token_map, judge_constants, judge_rows),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.weights.names import released_names
-from tests.oracles import engram, model
+from tests.oracles import engram, model, packed
 from tests.oracles.attention import ring_slots, window_positions
 from tests.oracles.indexer import candidate_mask
 
@@ -28,7 +28,8 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     freqs = {f"{table}/{part}": a for table, parts in model_tables(cfg).items() for part, a in parts.items()}
     ids = rng.integers(0, cfg.vocab_size, (batch, prompt + decoded)).astype(np.int32)
     memory, hashes = _memory(cfg, ids) if cfg.engram_layer_ids else ({}, [None] * batch)
-    runs = [model.run(weights, config, freqs, row, ngram_rows=rows) for row, rows in zip(ids, hashes, strict=True)]
+    joined = _for_the_oracle(weights)
+    runs = [model.run(joined, config, freqs, row, ngram_rows=rows) for row, rows in zip(ids, hashes, strict=True)]
     arrays = {"input_ids": ids} | _split("", "logits_all", [run["logits"] for run in runs], prompt)
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
     if memory:
@@ -59,6 +60,9 @@ def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, np.ndarray
             tensors[name] = (codes if path[-1] == "weight" else rng.integers(119, 123, leaf.shape)).astype(np.uint8)
             continue
         shape = leaf.shape if expert is None else leaf.shape[1:]
+        if leaf.dtype == np.uint8:
+            tensors[name] = _codes(name, shape, rng)
+            continue
         draw = rng.normal(size=shape)
         if name.endswith(("norm.weight", "q_weight", "k_weight")):
             draw = 1 + 0.2 * draw
@@ -83,6 +87,24 @@ def _memory(cfg: ModelConfig, ids: np.ndarray) -> tuple[dict[str, object], list]
     constants = {"primes": moduli, "multipliers": factors, "token_map": token_map, "pad_id": pad}
     constants["offsets"] = [[sum(row[:i]) for i in range(len(row))] for row in flat]
     return constants, [engram.row_numbers(row.tolist(), set(), token_map, factors, moduli, pad) for row in ids]
+
+
+def _codes(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Packed weights of about unit gain: any finite code, scales of three neighbouring powers of two."""
+    if not name.endswith(".scale"):
+        codes = rng.integers(0, 256, shape, dtype=np.uint8)
+        return np.where((codes & 127) == 127, 0, codes) if ".experts." not in name else codes
+    least = 124 - int(np.log2(shape[1] * 32) / 2) - (0 if ".experts." in name else 6)
+    return rng.integers(least, least + 3, shape, dtype=np.uint8)
+
+
+def _for_the_oracle(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray | packed.Matrix]:
+    """Codes joined with their scales."""
+    joined = {name: value for name, value in weights.items() if not name.endswith(".scale") or ".engram." in name}
+    for name in (name.removesuffix("scale") + "weight" for name in weights.keys() - joined.keys()):
+        kind = "fp4" if ".experts." in name else "fp8"
+        joined[name] = packed.Matrix(kind, weights[name], weights[name.removesuffix("weight") + "scale"])
+    return joined
 
 
 def _split(at: str, name: str, per_sequence: list, prompt: int) -> dict[str, np.ndarray]:

@@ -28,13 +28,13 @@ from tests.model import oracle_golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # The files of one model share its compiled steps: first the model's name, then its cases.
-FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img"]
+FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img", "G"]
 RAW = ["A", "B_one", "C4"]
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
 SLOW = (
-    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16",
-    "D.bf16",
+    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "G.f32", "A.f32_raw", "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16",
+    "D.bf16", "G.bf16",
 )  # fmt: skip
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
 
@@ -65,7 +65,7 @@ def test_the_released_decoding_with_stale_index_keys_is_reproduced(name):
     assert check(name)["worst"] < 2e-5
 
 
-@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16", "D.bf16"))
+@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16", "D.bf16", "G.bf16"))
 def test_every_layer_equals_the_bfloat16_reference_from_its_recorded_inputs(name):
     row = check(name)
     assert row["unit"] == "bf16 ulp" and row["worst"] <= 1
@@ -118,6 +118,14 @@ PATTERN = OTHER | dict(
 )  # fmt: skip
 
 
+# Packed weights of other widths than recorded: 5 experts, 3 heads, matrices of 2 to 6 blocks each way.
+PACKED = PATTERN | dict(
+    dim=96, n_layers=3, n_heads=3, head_dim=64, q_lora_rank=64, moe_inter_dim=64, o_lora_rank=32,
+    compress_ratios=[0, 2, 1], kv_source_layers=[1, 2], index_source_layers=[1, 2], candidate_source_layer=2,
+    dtype="fp8", expert_dtype="fp4",
+)  # fmt: skip
+
+
 def check_oracle_golden(folder, config, prompt, decoded, batch):
     """The row of a golden written by the loop-level oracle; fails with the arrays that differ."""
     oracle_golden.write(folder, "other", config, prompt=prompt, decoded=decoded, batch=batch, seed=0)
@@ -164,6 +172,14 @@ def test_short_prompts_record_scores_only_from_the_step_that_has_an_entry(tmp_pa
 def test_the_released_pattern_of_owners_and_readers_is_judged(tmp_path):
     row = check_oracle_golden(tmp_path, PATTERN, prompt=43, decoded=5, batch=2)
     assert row["arrays"] > 400
+
+
+@pytest.mark.slow
+def test_packed_weights_of_other_widths_are_judged(tmp_path):
+    check_oracle_golden(tmp_path, PACKED, prompt=13, decoded=3, batch=1)
+    weights = np.load(tmp_path / "other.weights.npz")
+    assert weights["w/layers.0.attn.wkv.weight"].dtype == np.uint8
+    assert weights["w/layers.0.attn.wkv.scale"].shape == (2, 3)
 
 
 @functools.cache

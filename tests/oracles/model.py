@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 
-from . import attention, compressor, engram, hyper_connections, indexer, moe, norms, quant, rope
+from . import attention, compressor, engram, hyper_connections, indexer, moe, norms, packed, quant, rope
 
 F32 = np.float32
 
@@ -68,7 +68,8 @@ class _Weights(dict):
     """Weights by name, as float32, with the prefix of a part put in front."""
 
     def __init__(self, weights):
-        super().__init__({name: np.asarray(value, F32) for name, value in weights.items()})
+        # A packed matrix stays what it is: it multiplies by itself.
+        super().__init__({n: v if isinstance(v, packed.Matrix) else np.asarray(v, F32) for n, v in weights.items()})
 
     def under(self, prefix):
         return _Weights({name[len(prefix) :]: value for name, value in self.items() if name.startswith(prefix)})

@@ -255,11 +255,11 @@ def released_spelling(cfg):
 # Keys of a released file that no field holds, with the value that the model implements.
 BUILT_VALUES = {
     "attention_bias": False, "attention_dropout": 0, "hidden_act": "silu", "num_key_value_heads": 1,
-    "pretraining_tp": 1, "rope_interleave": True, "tie_word_embeddings": False, "topk_method": "noaux_tc",
+    "pretraining_tp": 1, "rope_interleave": True, "topk_method": "noaux_tc",
 }  # fmt: skip
 OTHER_BUILT_VALUES = {
     "attention_bias": True, "attention_dropout": 0.1, "hidden_act": "gelu", "num_key_value_heads": 8,
-    "pretraining_tp": 2, "rope_interleave": False, "tie_word_embeddings": True, "topk_method": "greedy",
+    "pretraining_tp": 2, "rope_interleave": False, "topk_method": "greedy",
 }  # fmt: skip
 
 
