@@ -22,6 +22,9 @@ _HOMES = {  # public name -> module
     "verify": "steps",
     "commit": "steps",
     "Session": "session",
+    "NgramHash": "ops.ngram_hash",
+    "build_token_map": "ops.token_map",
+    "HostTables": "host_tables",
     "Sampling": "sampling",
     "generate_tokens": "generate",
 }
