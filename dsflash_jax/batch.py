@@ -235,11 +235,11 @@ def check_step(step: StepInfo, cache: ModelCache) -> None:
         _check_range(f"page of block_tables[{group!r}]", table, cache.pages.shape[0], "pages")
 
 
-def _check_range(field: str, values: Any, count: int, what: str) -> None:
+def _check_range(field: str, values: Any, count: int, what: str, owner: str = "the cache") -> None:
     if not isinstance(values, np.ndarray) or not values.size or (values.min() >= -1 and values.max() < count):
         return
     bad = values[(values < -1) | (values >= count)][0]
-    raise ValueError(f"{field}={bad} must lie in 0..{count - 1}, or be -1 for none: the cache has {count} {what}.")
+    raise ValueError(f"{field}={bad} must lie in 0..{count - 1}, or be -1 for none: {owner} has {count} {what}.")
 
 
 def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) -> None:
@@ -259,9 +259,9 @@ def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) ->
     if fetched is not None and (fetched.shape[0], fetched.shape[2:]) != (need[1], (row_bytes,)):
         raise ValueError(f"ngrams.fetched of shape {fetched.shape} must be ({need[1]}, rows, {row_bytes}).")
     for at, (layer, rows) in enumerate(zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True)):
-        name = f"layers.{layer}.engram.embed"
+        name, index = f"layers.{layer}.engram.embed", step.ngrams.index[:, at]
         if fetched is not None:
-            _check_range(f"ngrams.index of {name}", step.ngrams.index[:, at], fetched.shape[1], "fetched rows")
+            _check_range(f"ngrams.index of {name}", index, fetched.shape[1], "fetched rows", "the step")
             continue
         table = params["layers"][layer]["engram"].get("embed")
         if not table:
@@ -271,7 +271,7 @@ def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) ->
             if table[part].shape != shape or table[part].dtype != np.uint8:
                 have = f"{table[part].dtype}{list(table[part].shape)}"
                 raise ValueError(f"{name}.{part} of type {have} must be uint8{list(shape)} (engram_num_embeddings).")
-        _check_range(f"ngrams.index of {name}", step.ngrams.index[:, at], rows, "rows")
+        _check_range(f"ngrams.index of {name}", index, rows, "rows", "the table")
 
 
 def check_verified_rows(step: StepInfo, cfg: ModelConfig) -> None:

@@ -63,6 +63,8 @@ class Session:
         for name, value in (("sequences", sequences), ("prefill_rows", prefill_rows)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        if host_tables is not None and not cfg.engram_layer_ids:
+            raise ValueError("host_tables are of no use to a model with engram_layer_ids=[].")
         self.params, self.cfg = params, cfg
         self._ngram_hash = ngram_hash or (stand_in_hash(cfg) if cfg.engram_layer_ids else None)
         self._host_tables = host_tables

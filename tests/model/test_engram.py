@@ -224,7 +224,7 @@ def other_index(step, index):
         (lambda s: other_index(s, s.ngrams.index[:, :, :1]), r"ngrams\.index of shape \(8, 2, 1\) must be \(8, 2, 6\)"),
         (
             lambda s: other_index(s, s.ngrams.index + 252),
-            r"ngrams\.index of layers\.0\.engram\.embed=\d+ must lie in 0",
+            r"ngrams\.index of layers\.0\.engram\.embed=\d+ must lie in 0.*the table has 252 rows",
         ),
         (
             lambda s: dataclasses.replace(s, ngrams=s.ngrams._replace(fetched=np.zeros((2, 8, 32), np.uint8))),
@@ -246,6 +246,9 @@ def test_tables_that_do_not_fit_are_refused_by_name():
     wide = with_tables(lambda layer, part, array: array.astype(np.float32) if part == "weight" else array)
     with pytest.raises(ValueError, match=r"layers\.0\.engram\.embed\.weight of type float32\[252, 32\] must be uint8"):
         call(wide)
+    plain, tables = BARE.replace(engram_layer_ids=(), engram_num_embeddings=()), HostTables.take(PARAMS[BARE], BARE)[1]
+    with pytest.raises(ValueError, match=r"host_tables are of no use to a model with engram_layer_ids=\[\]"):
+        Session(PARAMS[BARE], plain, num_pages=1, host_tables=tables)
     with pytest.raises(ValueError, match=r"layers\.0\.engram\.embed\.weight is not among the parameters: fetch"):
         call(HostTables.take(PARAMS[BARE], BARE)[0])
 

@@ -1,14 +1,15 @@
 """The loop-level oracles against the released reference's numbers: every op of units_ops.npz, and whole models.
 
-The whole-model cases check every prompt position and every decode step of A, C (both sequences) and C4.
+The whole-model cases check every prompt position and every decode step of A, C (both sequences), C4, D and D_img.
 """
 
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
-from tests.oracles import attention, compressor, hyper_connections, indexer, model, moe, norms, rope
+from tests.oracles import attention, compressor, engram, hyper_connections, indexer, model, moe, norms, rope
 
 pytestmark = pytest.mark.smoke
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -226,11 +227,25 @@ def test_compressor_refuses_foreign_rows():
 
 def golden_model(case, b):
     """(result of the oracle, golden trace, config) of sequence b of a case."""
-    with np.load(GOLDEN / f"{case}.weights.npz") as archive:
-        weights, config, freqs = model.from_golden(archive)
     with np.load(GOLDEN / f"{case}.f32.npz") as archive:
         trace = {name: archive[name] for name in archive.files}
-    return model.run(weights, config, freqs, trace["input_ids"][b]), trace, config
+    with np.load(GOLDEN / json.loads(str(trace["meta_json"]))["weights"]) as archive:
+        weights, config, freqs = model.from_golden(archive)
+        rows = memory_rows(archive, trace, b)
+    return model.run(weights, config, freqs, trace["input_ids"][b], ngram_rows=rows), trace, config
+
+
+def memory_rows(weights, trace, b):
+    """The recorded row numbers of all positions, which the oracle's own must equal; [] where none are read."""
+    if "prefill/engram_hashes" not in trace:
+        return None
+    types = trace["token_types"][b] if "token_types" in trace else np.array([], int)
+    dead = set(np.flatnonzero(types >= 0).tolist())
+    constants = {name: weights[f"engram/{name}"] for name in ("token_map", "multipliers", "primes", "pad_id")}
+    rows = engram.row_numbers(trace["input_ids"][b].tolist(), dead, *constants.values())
+    recorded = np.concatenate([trace["prefill/engram_hashes"][b], trace["decode/engram_hashes"][:, b, 0]])
+    assert np.array_equal(rows, recorded)
+    return [[[]] * len(of_token) if t in dead else of_token for t, of_token in enumerate(rows)]
 
 
 def expected_rows(trace, layer, name, b):
@@ -248,7 +263,7 @@ def expected_rows(trace, layer, name, b):
     return np.concatenate([prompt, decoded])
 
 
-CASES = [("A", 0), ("C", 0), ("C", 1), ("C4", 0)]
+CASES = [("A", 0), ("C", 0), ("C", 1), ("C4", 0), ("D", 1), ("D_img", 0)]
 
 
 @pytest.mark.parametrize(("case", "b"), CASES)
@@ -259,6 +274,8 @@ def test_model_equals_the_reference_at_every_position(case, b):
         for name in ("attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_weights"):
             close(layer[name], expected_rows(trace, i, name, b), 2e-4)
         assert np.array_equal(layer["gate_indices"], expected_rows(trace, i, "gate_indices", b))
+        if f"L{i}/prefill/engram_out" in trace:
+            close(layer["engram_out"], expected_rows(trace, i, "engram_out", b), 2e-4)
         if f"L{i}/prefill/compress_idxs" in trace:
             assert np.array_equal(layer["selections"], expected_rows(trace, i, "compress_idxs", b))
             check_index_scores(layer["index_scores"], expected_rows(trace, i, "index_score", b))
