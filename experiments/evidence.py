@@ -1,6 +1,6 @@
 """Copies the part of a finished run that may be committed, and writes the README's results from it.
 
-`python -m experiments.evidence RUN` fills experiments/results/STUDY and the README of this checkout;
+`python -m experiments.evidence RUN` fills experiments/results/STUDY, and for the compress-ratio study the README;
 `python -m experiments.evidence RUN TARGET` fills another folder and leaves the README alone.
 """
 
@@ -16,6 +16,7 @@ from experiments.gate import NOT_A_RESULT
 
 FILES = ("report.md", "result.json", "config.json", "manifest.json")
 MOST_BYTES = 450_000  # of a repository that is cloned more often than it is read: 23 models with their raw rows fit
+IN_README = "compress-ratio"  # the study whose results the README shows as a block
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         written = copy_evidence(*map(Path, arguments))
-        if len(arguments) == 1:
+        if len(arguments) == 1 and written[0].parent == _home(IN_README):
             from experiments.readme import update_readme  # the study, hence JAX: a copy needs neither
 
             written.append(update_readme(ROOT / "README.md", written[0].parent))
