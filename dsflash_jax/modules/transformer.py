@@ -11,6 +11,14 @@ from flax import nnx
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention
+from dsflash_jax.modules.dspark import (
+    add_draft_parts,
+    draft_config,
+    draft_roles,
+    is_target,
+    seed_windows,
+    target_hidden,
+)
 from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial_streams, run_sublayer
 from dsflash_jax.modules.layer import StepContext, attention_step
 from dsflash_jax.modules.linear import Buffer, Linear, RMSNorm
@@ -70,8 +78,16 @@ class Layer(nnx.Module):
         return self.hc_ffn_fn[...], self.hc_ffn_base[...], self.hc_ffn_scale[...]
 
 
+class DraftLayer(Layer):
+    """A draft layer: its own expert counts, plus the parts that only the first or the last one has."""
+
+    def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
+        super().__init__(draft_config(cfg), role, rngs)
+        add_draft_parts(self, cfg, role, rngs)
+
+
 class Transformer(nnx.Module):
-    """All parameters of the backbone. `__call__` is the ragged step; training uses `whole_sequence.py`."""
+    """All parameters of the backbone and of its draft layers, if any. `__call__` is the ragged step; training uses `whole_sequence.py`."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -84,6 +100,8 @@ class Transformer(nnx.Module):
             # Every other channel also carries the previous token: the channels that do not tell the two apart. From
             # zero, or from one share everywhere, recall appears after more than twice as many steps.
             self.token_shift = nnx.Param((jnp.arange(cfg.hidden_size) % 2).astype(jnp.float32))
+        if cfg.num_nextn_predict_layers:  # last, so that the backbone's draws are those of a model without drafts
+            self.mtp = nnx.List([DraftLayer(cfg, role, rngs) for role in draft_roles(cfg)])
 
     def embed_tokens(self, tokens: jax.Array, previous: jax.Array) -> jax.Array:
         """Embeddings [..., d] in the compute dtype; `previous` [...] (-1 = none) is used by the token shift only."""
@@ -113,13 +131,19 @@ class Transformer(nnx.Module):
         previous = jnp.where(at_start, step.previous_token[step.row_to_seq], before)
         streams, pre = initial_streams(self.embed_tokens(step.tokens, previous), self.cfg)
         context = StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name())
-        published = Published(None, None)
+        published, targets = Published(None, None), []
         for layer in self.layers:
+            if is_target(self.cfg, layer.attn.role.layer):
+                targets.append(target_hidden(streams))
             capture = None if captures is None else {}
             streams, pre, cache, published = _run_layer(layer, streams, pre, context, cache, published, capture)
             if captures is not None:
                 captures.append(capture)
         final = None if captures is None else {}
+        if targets:
+            main_hidden = jnp.concatenate(targets, axis=-1)
+            cache = seed_windows(self.mtp, main_hidden, context, cache, self.cfg)
+            _record(final, main_hidden=main_hidden)
         if logits == "last":
             row = jnp.maximum(step.last_row, 0)
             streams, pre = streams[row], pre[row]

@@ -48,8 +48,6 @@ def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
     parts = []
     if reference.get("engram_layer_ids"):
         parts.append("Engram")
-    if reference.get("n_mtp_layers"):
-        parts.append("DSpark")
     if reference.get("dtype") == "fp8" or reference.get("expert_dtype"):
         parts.append("quantised weights")
     if reference.get("vision_n_layers"):
