@@ -64,7 +64,9 @@ class Speculator:
         check_token_ids(prompt, cfg, f"sequence {name!r}")
         if new < 1 or len(prompt) + new > cfg.max_position_embeddings:
             limit = f"max_position_embeddings={cfg.max_position_embeddings}"
-            raise ValueError(f"sequence {name!r}: {len(prompt)} + new={new} tokens must be at least 1 new within {limit}.")
+            raise ValueError(
+                f"sequence {name!r}: {len(prompt)} + new={new} tokens must be at least 1 new within {limit}."
+            )
         logits = self.session.append({name: list(prompt)})
         check_logits(logits, [name], [len(prompt) - 1])
         first = int(_next(logits, settings, np.array([len(prompt)], np.int32))[0])
@@ -82,7 +84,9 @@ class Speculator:
         cfg, names, size = self.session.cfg, list(live), bucket(len(live))
         length = np.zeros(size, np.int32)
         length[: len(names)] = [len(self.session.tokens(name)) for name in names]
-        settings = settings_of([s.sampling for s in live.values()], [s.seed for s in live.values()], cfg.vocab_size, size)
+        settings = settings_of(
+            [s.sampling for s in live.values()], [s.seed for s in live.values()], cfg.vocab_size, size
+        )
         anchors = [
             Anchor(self.session.slot(name), s.pending, int(n), s.floor)
             for (name, s), n in zip(live.items(), length, strict=False)

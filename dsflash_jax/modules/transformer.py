@@ -87,7 +87,10 @@ class DraftLayer(Layer):
 
 
 class Transformer(nnx.Module):
-    """All parameters of the backbone and of its draft layers, if any. `__call__` is the ragged step; training uses `whole_sequence.py`."""
+    """All parameters of the backbone and of its draft layers, if any.
+
+    `__call__` is the ragged step; training uses `whole_sequence.py`.
+    """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg

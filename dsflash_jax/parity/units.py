@@ -303,7 +303,7 @@ def _compressor(unit: _Unit) -> None:
 PARTS: dict[str, tuple[Callable[[_Unit], None], ...]] = {
     "units_quant": (_quantisers, _code_tables),
     "units_ops": (
-        _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _draft_rows, _norms, _gate, _expert,
-        _compressor,
+        _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _draft_rows, _norms, _gate,
+        _expert, _compressor,
     ),
 }  # fmt: skip
