@@ -136,8 +136,7 @@ class Comparison:
     def _attended(self, key: str, golden: np.ndarray, ours: dict[str, np.ndarray]) -> Verdict:
         """The list given to attention, as window positions and entries.
 
-        Golden prefill: window part holds positions, entries are offset by T. Decode: ring slots modulo the window,
-        then entries offset by the window.
+        Golden prefill: positions, entries offset by T. Decode: slots modulo the window, entries offset by the window.
         """
         window, decode = self.cfg.sliding_window, "/decode/" in key
         if _layer(key) >= self.cfg.num_hidden_layers:
@@ -162,9 +161,9 @@ class Comparison:
         """The list of a draft layer: ring slots modulo the window, then the block's rows offset by the window."""
         window, block = self.cfg.sliding_window, self.cfg.dspark_block_size
         padding = golden == -2  # narrower earlier steps are padded behind the block
-        at = np.sum(~padding, axis=-1, keepdims=True) - block + np.arange(block)
-        tail = np.take_along_axis(golden, at, axis=-1)
-        own = np.arange(golden.shape[-1]) >= at[..., :1]
+        first = np.sum(~padding, axis=-1, keepdims=True) - block
+        tail = np.take_along_axis(golden, first + np.arange(block), axis=-1)
+        own = np.arange(golden.shape[-1]) >= first
         position = self.prompt + np.arange(golden.shape[0]).reshape(-1, 1, 1, 1)
         head = ring_positions(np.where(own | padding, -1, golden), position, window)
         differing = differing_rows(head, ours["window"]) + int(np.sum(tail != window + np.arange(block)))
