@@ -160,14 +160,13 @@ class Comparison:
     def _drafted(self, key: str, golden: np.ndarray, ours: dict[str, np.ndarray]) -> Verdict:
         """The list of a draft layer: ring slots modulo the window, then the block's rows offset by the window."""
         window, block = self.cfg.sliding_window, self.cfg.dspark_block_size
-        padding = golden == -2  # narrower earlier steps are padded behind the block
+        padding = golden == -2  # behind the block, on steps that saw less
         first = np.sum(~padding, axis=-1, keepdims=True) - block
         tail = np.take_along_axis(golden, first + np.arange(block), axis=-1)
-        own = np.arange(golden.shape[-1]) >= first
         position = self.prompt + np.arange(golden.shape[0]).reshape(-1, 1, 1, 1)
-        head = ring_positions(np.where(own | padding, -1, golden), position, window)
-        differing = differing_rows(head, ours["window"]) + int(np.sum(tail != window + np.arange(block)))
-        return Verdict(key, "identical", differing == 0, differing)
+        head = ring_positions(np.where(np.arange(golden.shape[-1]) < first, golden, -1), position, window)
+        count = differing_rows(head, ours["window"]) + int(np.sum(tail != window + np.arange(block)))
+        return Verdict(key, "identical", count == 0, count)
 
     def _selection(self, key: str, golden: np.ndarray, ours: np.ndarray) -> Verdict:
         """Identical lists (golden ones are as wide as the entries that exist); in bfloat16 exact ties may swap.
