@@ -19,6 +19,7 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.config_rules import QUANT_BLOCK
 from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
 from dsflash_jax.replay import decoder_rows, tail_rows
+from dsflash_jax.roles import decoder_start
 from dsflash_jax.types import GLOBAL_GROUP, NgramRows, StepInfo
 
 
@@ -199,6 +200,10 @@ def check_tail(cache: ModelCache, cfg: ModelConfig, decoder: str) -> None:
     need = tail_rows(cfg, decoder)
     if not need:
         raise ValueError(f"decoder={decoder!r} needs a decoder, and without kv_source_layer_ids there is none.")
+    encoder = [layer for layer in cfg.dspark_target_layer_ids if layer < decoder_start(cfg)]
+    if encoder and cfg.num_nextn_predict_layers:
+        rule = f"does not run layers {encoder} on the rows that the draft layers read (dspark_target_layer_ids)"
+        raise ValueError(f"decoder={decoder!r} {rule}: use 'all'.")
     have = 0 if cache.tail is None else cache.tail.pre.shape[1]
     if have < need:
         rule = f"needs a cache with {need} encoder states per slot, this one has {have}"

@@ -83,6 +83,12 @@ class Session:
         """Tokens of a sequence that the cache holds; () for one that is not open."""
         return tuple(self._known.get(sequence, ()))
 
+    def slot(self, sequence: Hashable) -> int:
+        """The cache slot of an open sequence. Raises ValueError for another one."""
+        if sequence not in self._slots:
+            raise ValueError(f"sequence {sequence!r} is not open: it has no slot.")
+        return self._slots[sequence]
+
     def append(self, work: Work) -> jax.Array:
         """Processes the next tokens of each sequence: float32 logits [len(work), V] after the last token of each.
 

@@ -61,3 +61,14 @@ class Published(NamedTuple):
 
     selection_TxK: jax.Array | None  # entry indices, ascending, -1 = none
     candidates_TxC: jax.Array | None  # candidate block numbers, ascending, -1 = none
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftStep:
+    """One draft step of S sequences, all int32[S]. Unused entries have slot -1 and length 0."""
+
+    tokens: jax.Array  # the next token of each sequence, not yet processed by the backbone
+    length: jax.Array  # committed tokens, which is the next token's position
+    slot: jax.Array  # ring slot, -1 = unused
+    floor: jax.Array  # lowest position that passed the target layers; draft windows below it were never written

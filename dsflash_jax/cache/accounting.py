@@ -141,10 +141,11 @@ def _by_cache_rows(cfg: ModelConfig, layout: CacheLayout) -> Iterator[dict[str, 
 
 
 def _fixed_rows(cfg: ModelConfig, layout: CacheLayout) -> Iterator[dict[str, Any]]:
-    """What a sequence slot holds whatever the length: window rings by side, compressor state."""
+    """What a sequence slot holds whatever the length: window rings by side, draft layers by themselves, state."""
     roles = layer_roles(cfg)
-    for side in ("encoder", "decoder"):
-        rings = [ring for ring in layout.ring if roles[ring.layer].side == side]
+    sides_of = {role.layer: role.side for role in roles}
+    for side in ("encoder", "decoder", "draft"):
+        rings = [ring for ring in layout.ring if sides_of.get(ring.layer, "draft") == side]
         if rings:
             yield _fixed_row(
                 "window", side, rings[0].facts.name, len(rings), rings[0].rows_per_page, sum(r.nbytes for r in rings)

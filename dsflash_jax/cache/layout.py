@@ -1,8 +1,8 @@
 """Where every cached byte lies: the one owner of cache sizes, offsets and addresses. Free of JAX (`addressing` is not).
 
 Global group (one page = `page_size` tokens): members back to back from byte 0, per KV owner main rows then index keys,
-unpadded. Ring (one page = one sequence slot): per layer `ring_rows` window rows. Released shape: 113,920 B per page
-with sources at 0 / 22,784 / 45,568 / 68,352; docs/cache.md derives every number.
+unpadded. Ring (one page = one sequence slot): per layer `ring_rows` window rows, draft layers behind the backbone's.
+Released shape: 113,920 B per page with sources at 0 / 22,784 / 45,568 / 68,352; docs/cache.md derives every number.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class CacheLayout:
     state_rows: int
     state_owners: tuple[int, ...]  # KV owners with ratio > 1: they keep un-pooled rows
     state_width: int  # values per state row: un-normed wkv x, then gate
+    num_draft_layers: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -79,8 +80,13 @@ class CacheLayout:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the window rings of one sequence slot."""
+        """Bytes of the window rings of one sequence slot, those of draft layers included."""
         return sum(member.nbytes for member in self.ring)
+
+    @property
+    def draft_ring_bytes(self) -> int:
+        """Of `ring_bytes`, those of the draft layers: the last `num_draft_layers` members of `ring`."""
+        return sum(member.nbytes for member in self.ring[len(self.ring) - self.num_draft_layers :])
 
     @property
     def state_bytes(self) -> int:
@@ -123,6 +129,7 @@ def cache_layout(cfg: ModelConfig) -> CacheLayout:
         state_rows=state_rows(cfg),
         state_owners=pooled,
         state_width=2 * cfg.head_dim,
+        num_draft_layers=cfg.num_nextn_predict_layers,
     )
 
 
@@ -145,5 +152,5 @@ def state_rows(cfg: ModelConfig) -> int:
 def _ring_members(cfg: ModelConfig) -> tuple[Member, ...]:
     facts, rows = format_facts(cfg.window_format), ring_rows(cfg)
     size = rows * facts.row_bytes(cfg.head_dim)
-    layers = range(cfg.num_hidden_layers)
+    layers = range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers)  # draft layers are numbered on
     return tuple(Member(layer, "window", 1, cfg.head_dim, facts, layer * size, rows) for layer in layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ def prefill_asymmetric(
     context = model.context(step)
     streams, pre = model.embed_step(step)
     state = streams, pre, cache, Published(None, None)
-    streams, pre, cache, _ = model.run_layers(slice(0, start), context, state, captures)
+    # Target layers of the drafts are decoder layers here: `check_tail` refuses others.
+    streams, pre, cache, _ = model.run_layers(slice(0, start), context, state, captures, [])
     cache = keep_tail(cache, step, streams, pre)
     source = model.layers[start]
     cache = insert_entries(source.attn, source.attn_norm(collapse(streams, pre)), context, cache)
@@ -40,24 +42,31 @@ def _decode_ends(model: Transformer, step: StepInfo, cache: ModelCache, rows, ca
     start = decoder_start(model.cfg)
     now = last_rows(step, rows[0])
     streams, pre = read_tail(cache.tail, now)
-    published = Published(None, None)
+    published, targets = Published(None, None), []
     for layer, count in enumerate(rows, start):
         after = last_rows(step, count)
         if after.num_rows < now.num_rows:
-            keep = _rows_of(now, after)
-            streams, pre, published = jax.tree.map(lambda x: x[keep], (streams, pre, published))  # noqa: B023
+            streams, pre, published, targets = take_rows((streams, pre, published, targets), _rows_of(now, after))
             now = after
         state = streams, pre, cache, published
         span = slice(layer, layer + 1)
-        streams, pre, cache, published = model.run_layers(span, model.context(now), state, captures, entries=False)
+        streams, pre, cache, published = model.run_layers(
+            span, model.context(now), state, captures, targets, entries=False
+        )
         if captures is not None:
             captures[-1]["positions"] = now.positions
     row = jnp.maximum(now.last_row, 0)
     final: dict | None = None if captures is None else {}
+    cache = model.seed_drafts(targets, model.context(now), cache, final)
     logits = model.logits(streams[row], pre[row], final)
     if captures is not None:
         captures.append(final)
     return jnp.where((now.slot >= 0)[:, None], logits, jnp.nan), cache
+
+
+def take_rows(arrays: Any, rows: jax.Array) -> Any:
+    """The given rows of every array of a pytree."""
+    return jax.tree.map(lambda array: array[rows], arrays)
 
 
 def last_rows(step: StepInfo, rows: int) -> StepInfo:

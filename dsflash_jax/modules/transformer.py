@@ -11,6 +11,14 @@ from flax import nnx
 from dsflash_jax.cache.model_cache import ModelCache, Tail
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention
+from dsflash_jax.modules.dspark import (
+    add_draft_parts,
+    draft_config,
+    draft_roles,
+    is_target,
+    seed_windows,
+    target_hidden,
+)
 from dsflash_jax.modules.engram import Engram
 from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial_streams, run_sublayer
 from dsflash_jax.modules.layer import StepContext, attention_step
@@ -75,8 +83,19 @@ class Layer(nnx.Module):
         return self.hc_ffn_fn[...], self.hc_ffn_base[...], self.hc_ffn_scale[...]
 
 
+class DraftLayer(Layer):
+    """A draft layer: its own expert counts, plus the parts that only the first or the last one has."""
+
+    def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
+        super().__init__(draft_config(cfg), role, rngs)
+        add_draft_parts(self, cfg, role, rngs)
+
+
 class Transformer(nnx.Module):
-    """All parameters of the backbone. `__call__` is the ragged step; training uses `whole_sequence.py`."""
+    """All parameters of the backbone and of its draft layers, if any.
+
+    `__call__` is the ragged step; training uses `whole_sequence.py`.
+    """
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -90,6 +109,8 @@ class Transformer(nnx.Module):
             # Every other channel also carries the previous token: the channels that do not tell the two apart. From
             # zero, or from one share everywhere, recall appears after more than twice as many steps.
             self.token_shift = nnx.Param((jnp.arange(cfg.hidden_size) % 2).astype(jnp.float32))
+        if cfg.num_nextn_predict_layers:  # last, so that the backbone's draws are those of a model without drafts
+            self.mtp = nnx.List([DraftLayer(cfg, role, rngs) for role in draft_roles(cfg)])
 
     def embed_tokens(self, tokens: jax.Array, previous: jax.Array) -> jax.Array:
         """Embeddings [..., d] in the compute dtype; `previous` [...] (-1 = none) is used by the token shift only."""
@@ -124,15 +145,31 @@ class Transformer(nnx.Module):
         return initial_streams(self.embed_tokens(step.tokens, previous), self.cfg)
 
     def run_layers(
-        self, layers: slice, context: StepContext, state: State, captures: list[dict] | None, entries: bool = True
+        self,
+        layers: slice,
+        context: StepContext,
+        state: State,
+        captures: list[dict] | None,
+        targets: list[jax.Array],
+        entries: bool = True,
     ) -> State:
-        """Some layers in turn; `entries` as in `attention_step`."""
+        """Some layers in turn; what enters target layers, [T, d], is added to `targets`. entries: `attention_step`."""
         for layer in list(self.layers)[layers]:
             capture = None if captures is None else {}
-            state = _run_layer(layer, context, state, capture, entries)
+            state = _run_layer(layer, context, state, capture, targets, entries)
             if captures is not None:
                 captures.append(capture)
         return state
+
+    def seed_drafts(
+        self, targets: list[jax.Array], context: StepContext, cache: ModelCache, capture: dict | None
+    ) -> ModelCache:
+        """Writes the draft layers' window rows from what entered the target layers; nothing without draft layers."""
+        if not targets:
+            return cache
+        main_hidden = jnp.concatenate(targets, axis=-1)
+        _record(capture, main_hidden=main_hidden)
+        return seed_windows(self.mtp, main_hidden, context, cache, self.cfg)
 
     def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
         """Runs the step: (float32 logits, cache).
@@ -144,12 +181,13 @@ class Transformer(nnx.Module):
             raise ValueError(f'logits={logits!r} must be "last" or "all".')
         context, start = self.context(step), decoder_start(self.cfg)
         streams, pre = self.embed_step(step)
-        state = streams, pre, cache, Published(None, None)
-        streams, pre, cache, published = self.run_layers(slice(0, start), context, state, captures)
+        state, targets = (streams, pre, cache, Published(None, None)), []
+        streams, pre, cache, published = self.run_layers(slice(0, start), context, state, captures, targets)
         cache = keep_tail(cache, step, streams, pre)
         state = streams, pre, cache, published
-        streams, pre, cache, _ = self.run_layers(slice(start, None), context, state, captures)
+        streams, pre, cache, _ = self.run_layers(slice(start, None), context, state, captures, targets)
         final = None if captures is None else {}
+        cache = self.seed_drafts(targets, context, cache, final)
         if logits == "last":
             row = jnp.maximum(step.last_row, 0)
             streams, pre = streams[row], pre[row]
@@ -159,7 +197,9 @@ class Transformer(nnx.Module):
         return out, cache
 
 
-def _run_layer(layer: Layer, context: StepContext, state: State, capture: dict | None, entries: bool) -> State:
+def _run_layer(
+    layer: Layer, context: StepContext, state: State, capture: dict | None, targets: list[jax.Array], entries: bool
+) -> State:
     cfg = layer.attn.cfg
     streams, pre, cache, published = state
 
@@ -179,6 +219,8 @@ def _run_layer(layer: Layer, context: StepContext, state: State, capture: dict |
     if layer.engram is not None:
         streams = layer.engram(streams, context.step.ngrams)
         _record(capture, engram_out=streams)
+    if is_target(cfg, layer.attn.role.layer):
+        targets.append(target_hidden(streams))
     streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
     streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
     _record(capture, h_out=streams, pre_mix_out=pre)

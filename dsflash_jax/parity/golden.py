@@ -59,8 +59,6 @@ class Trace:
 def unbuilt_parts(reference: dict[str, Any]) -> list[str]:
     """Parts of a recorded model that this package does not build yet, in words."""
     parts = []
-    if reference.get("n_mtp_layers"):
-        parts.append("DSpark")
     if reference.get("vision_n_layers"):
         parts.append("vision tower")
     return parts

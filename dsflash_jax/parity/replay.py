@@ -21,6 +21,8 @@ from dsflash_jax.batch import Chunk, bucket, make_step
 from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.draft_step import Anchor, make_draft_step, trace_draft
+from dsflash_jax.modules.dspark import draft_roles
 from dsflash_jax.ops.ngram_hash import EXCLUDED
 from dsflash_jax.parity.golden import Trace
 from dsflash_jax.parity.rules import CachedRows
@@ -106,6 +108,7 @@ def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
         decoded.append(_phase_arrays(trace, captured, phase, "decode"))
         decoded[-1]["decode/logits"] = decoded[-1]["decode/logits_all"][:, 0]
         decoded[-1]["decode/output_ids"] = decoded[-1]["decode/logits"].argmax(-1)
+        decoded[-1] |= draft_arrays(trace, cache, phase, decoded[-1]["decode/output_ids"])
     ours |= {key: stack_padded([arrays[key] for arrays in decoded]) for key in (decoded[0] if decoded else ())}
     return ours | cache_arrays(cfg, cache, tables, trace.prompt + trace.decoded, "final")
 
@@ -117,6 +120,23 @@ def _phase_arrays(trace: Trace, captured: list[dict], phase: Rows, name: str) ->
         out[f"{name}/engram_hashes"] = ngram_rows(trace, phase)
     for layer, arrays in enumerate(captured[:-1]):
         out |= {f"L{layer}/{name}/{key}": value for key, value in layer_arrays(cfg, layer, arrays, phase).items()}
+    return out
+
+
+def draft_arrays(trace: Trace, cache: ModelCache, phase: Rows, next_ids: np.ndarray) -> dict[str, Any]:
+    """Golden names -> arrays of the greedy draft step behind a decode step, whose best tokens are `next_ids` [B]."""
+    cfg, length = trace.cfg, phase.start + phase.count
+    if not cfg.num_nextn_predict_layers or length >= cfg.max_position_embeddings:
+        return {}
+    anchors = [Anchor(slot, int(token), length) for slot, token in enumerate(next_ids)]
+    step = make_draft_step(anchors, cfg, seqs=phase.batch)
+    drafted, captured = jax.device_get(trace_draft(trace.params, cache, step, cfg))
+    out = {"decode/spec_logits": drafted.logits, "decode/spec_confidence": drafted.confidence}
+    out["decode/spec_output_ids"] = np.concatenate([next_ids[:, None], drafted.tokens], axis=1)
+    for role, arrays in zip(draft_roles(cfg), captured, strict=True):
+        window = np.repeat(arrays.pop("window_positions")[:, None], cfg.dspark_block_size, axis=1)
+        named = {key: _float32(value) for key, value in arrays.items()} | {"topk_idxs": {"window": window}}
+        out |= {f"L{role.layer}/decode/{key}": value for key, value in named.items()}
     return out
 
 
@@ -194,10 +214,12 @@ def _gap(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def _rows(value, phase: Rows) -> np.ndarray:
-    value = np.asarray(value)[: phase.batch * phase.count]
-    if value.dtype.kind == "V" or value.dtype.name == "bfloat16":
-        value = value.astype(np.float32)
+    value = _float32(np.asarray(value)[: phase.batch * phase.count])
     return value.reshape(phase.batch, phase.count, *value.shape[1:])
+
+
+def _float32(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32) if value.dtype.kind == "V" or value.dtype.name == "bfloat16" else value
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -226,7 +248,7 @@ def cache_arrays(cfg: ModelConfig, cache: ModelCache, tables: np.ndarray, length
     stored = jax.tree.map(np.asarray, _unpacked(cache, cfg))
     last = np.arange(max(0, length - cfg.sliding_window), length)
     out: dict[str, Any] = {}
-    for role in layer_roles(cfg):
+    for role in (*layer_roles(cfg), *draft_roles(cfg)):
         prefix = f"L{role.layer}/{phase}/"
 
         def window(rows: np.ndarray) -> np.ndarray:

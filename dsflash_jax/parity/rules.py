@@ -34,10 +34,10 @@ TABLE_ATOL = 1.2e-7
 FLOATS = {
     "attn_in", "attn_out", "ffn_in", "ffn_out", "h_out", "pre_mix_out", "gate_weights", "hc_attn_pre", "hc_attn_post",
     "hc_attn_comb", "hc_ffn_pre", "hc_ffn_post", "hc_ffn_comb", "final_normed", "logits_all", "logits_last", "logits",
-    "engram_out",
+    "engram_out", "main_hidden", "spec_logits", "spec_confidence",
 }  # fmt: skip
 SELECTING = {"index_score", "index_gap", "compress_idxs", "candidates"}  # may be missing on a step without entries
-EXACT = {"output_ids", "gate_indices", "engram_hashes"}
+EXACT = {"output_ids", "gate_indices", "engram_hashes", "spec_output_ids"}
 CACHES = {"window_kv_cache": "window", "compress_kv_cache": "main", "index_k_cache": "index"}
 STATES = {"comp_kv_state", "comp_score_state"}
 
@@ -136,10 +136,11 @@ class Comparison:
     def _attended(self, key: str, golden: np.ndarray, ours: dict[str, np.ndarray]) -> Verdict:
         """The list given to attention, as window positions and entries.
 
-        Golden prefill: window part holds positions, entries are offset by T. Decode: ring slots modulo the window,
-        then entries offset by the window.
+        Golden prefill: positions, entries offset by T. Decode: slots modulo the window, entries offset by the window.
         """
         window, decode = self.cfg.sliding_window, "/decode/" in key
+        if _layer(key) >= self.cfg.num_hidden_layers:
+            return self._drafted(key, golden, ours)
         width, offset = (window, window) if decode else (min(self.prompt, window), self.prompt)
         head, tail = golden[..., :width], golden[..., width:]
         if decode:
@@ -155,6 +156,17 @@ class Comparison:
             rule = f"window identical, entries those recorded for layer {role.index_source}"
         differing = sum(differing_rows(a, b) for a, b in pairs)
         return Verdict(key, rule, differing == 0, differing)
+
+    def _drafted(self, key: str, golden: np.ndarray, ours: dict[str, np.ndarray]) -> Verdict:
+        """The list of a draft layer: ring slots modulo the window, then the block's rows offset by the window."""
+        window, block = self.cfg.sliding_window, self.cfg.dspark_block_size
+        padding = golden == -2  # behind the block, on steps that saw less
+        first = np.sum(~padding, axis=-1, keepdims=True) - block
+        tail = np.take_along_axis(golden, first + np.arange(block), axis=-1)
+        position = self.prompt + np.arange(golden.shape[0]).reshape(-1, 1, 1, 1)
+        head = ring_positions(np.where(np.arange(golden.shape[-1]) < first, golden, -1), position, window)
+        count = differing_rows(head, ours["window"]) + int(np.sum(tail != window + np.arange(block)))
+        return Verdict(key, "identical", count == 0, count)
 
     def _selection(self, key: str, golden: np.ndarray, ours: np.ndarray) -> Verdict:
         """Identical lists (golden ones are as wide as the entries that exist); in bfloat16 exact ties may swap.

@@ -19,6 +19,7 @@ from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, bucket, make_step
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig, RopeScaling
+from dsflash_jax.modules.dspark import window_positions
 from dsflash_jax.numerics import minifloat
 from dsflash_jax.numerics.formats import get_format
 from dsflash_jax.ops import compressor, hyper_connections, indexer, moe, norms, packed, rope
@@ -41,10 +42,11 @@ from dsflash_jax.parity.units_engram import (
     judge_rows,
     judge_token_map,
 )
+from dsflash_jax.types import DraftStep
 
 # Parts of the released model that this package does not build yet: file -> key prefix -> name.
 UNBUILT = {
-    "units_ops": {"image/": "image tokens", "dspark_idx/": "DSpark"},
+    "units_ops": {"image/": "image tokens"},
 }
 QUANTISERS = {"act_quant_b32_ue8m0": "mxfp8", "fp4_b16_e4m3": "fp4_e4m3", "fp4_b32_e8m0": "mxfp4"}
 # Float32 sums in another order, relative to the largest value of a row.
@@ -247,6 +249,17 @@ def _window_model(window: int, longest: int) -> ModelConfig:
     )  # fmt: skip
 
 
+def _draft_rows(unit: Unit) -> None:
+    """The keys that the draft step's rows see at position p: the window's ring slots, then the block's own rows."""
+    for match in unit.names(r"dspark_idx/p(\d+)_w(\d+)_b(\d+)"):
+        last, window, block = (int(group) for group in match.groups())
+        at = DraftStep(*(np.array([n], np.int32) for n in (0, last + 1, 0, 0)))
+        seen = np.asarray(window_positions(at, window))[0]
+        slots = np.sort(seen[seen >= 0] % window)
+        listed = np.concatenate([slots, window + np.arange(block)])
+        unit.exact(match[0], np.broadcast_to(listed, (1, block, listed.size)))
+
+
 def _norms(unit: Unit) -> None:
     for match in unit.names(r"(rmsnorm/(f32|bf16)/eps([^/]+)/)y"):
         bf16 = match[2] == "bf16"
@@ -320,8 +333,8 @@ def _packed_products(unit: Unit) -> None:
 PARTS: dict[str, tuple[Callable[[Unit], None], ...]] = {
     "units_quant": (_quantisers, _code_tables),
     "units_ops": (
-        _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _norms, _gate, _expert,
-        _compressor, _packed_products,
+        _sparse_attention, _hyper_connections, _candidates, _rope, _window_positions, _draft_rows, _norms, _gate,
+        _expert, _compressor, _packed_products,
     ),
     "units_engram": (judge_token_map, judge_constants, judge_rows),
 }  # fmt: skip

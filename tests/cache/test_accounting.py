@@ -38,6 +38,8 @@ def test_released_shape():
     window = report["fixed_bytes_per_sequence"][0]
     assert (window["side"], window["layers"], window["rows"]) == ("encoder", 20, 134)
     assert (window["row_bytes"], window["bytes"]) == (528, 1_415_040)
+    draft = report["fixed_bytes_per_sequence"][2]
+    assert (draft["side"], draft["layers"], draft["bytes"]) == ("draft", 3, 212_256)
 
 
 def test_released_shape_by_cache_and_side():
@@ -151,7 +153,7 @@ def test_human_sizes(nbytes, text):
 def test_command_prints_tables_that_hold_the_sums(capsys):
     assert cli.main(["kv", str(CONFIGS / "v41_flash.json"), "--context", "1M"]) == 0
     printed = capsys.readouterr().out
-    for text in ("113,920", "22,784", "1,415,040", "936,161,024", "10,324", "…"):
+    for text in ("113,920", "22,784", "1,415,040", "936,373,280", "10,324", "…"):
         assert (text in printed) == (text != "…")  # no cell is cut
 
 

@@ -37,7 +37,8 @@ def test_released_ring_and_state():
     layout = cache_layout(RELEASED)
     assert (layout.ring_rows, layout.ring[0].row_bytes, layout.ring[0].nbytes) == (134, 528, 70_752)
     assert sum(member.nbytes for member in layout.ring[:20]) == 1_415_040
-    assert layout.ring_bytes == 2_830_080
+    assert layout.ring_bytes - layout.draft_ring_bytes == 2_830_080
+    assert layout.draft_ring_bytes == 3 * 70_752
     assert (layout.state_owners, layout.state_rows, layout.state_width) == ((2, 8, 14), 8, 1024)
     assert layout.state_bytes == 98_304
 

@@ -16,7 +16,8 @@ MODEL = BASE | {"ops", "cache", "modules"}
 STEPS = MODEL | {"steps", "batch", "sampling"}
 HOST = STEPS | {"session", "host_tables"}
 PRODUCTS = HOST | {"training", "analysis", "weights"}
-EVERYTHING = PRODUCTS | {"generate", "lab_text", "parity", "bench", "shipped", "engine", "store"}
+EVERYTHING = PRODUCTS | {"speculative", "draft_step", "speculate"}
+EVERYTHING |= {"generate", "lab_text", "parity", "bench", "shipped", "engine", "store"}
 
 # Unit of the package (folder or module) -> the other units it may import. A new unit needs a line here.
 ALLOWED = {
@@ -33,6 +34,9 @@ ALLOWED = {
     "cache": BASE,
     "modules": BASE | {"ops", "cache"},
     "steps": STEPS,
+    "speculative": BASE | {"sampling"},
+    "draft_step": STEPS | {"speculative", "weights"},
+    "speculate": HOST | {"speculative", "draft_step"},
     "batch": STEPS - {"modules"},
     "sampling": BASE | {"ops"},
     "weights": MODEL,
@@ -42,7 +46,7 @@ ALLOWED = {
     "analysis": HOST | {"weights"},
     "generate": HOST,
     "lab_text": PRODUCTS | {"generate"},
-    "parity": PRODUCTS,
+    "parity": PRODUCTS | {"draft_step"},
     "bench": PRODUCTS | {"peer", "shipped"},
     "peer": BASE | {"weights"},
     "engine": STEPS | {"store"},

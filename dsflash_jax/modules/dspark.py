@@ -1,0 +1,225 @@
+"""DSpark draft layers: a block of tokens drafted from what the backbone's target layers read (report §2.4.3).
+
+Each draft layer is a window layer (ratio 0, RoPE table "swa") whose window keys do not come from its own stream but
+from the backbone's: `seed_windows` writes them for every row that passes the target layers. A draft step embeds the
+next token and noise, attends in both directions within the block, and corrects the head's logits token by token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsflash_jax.cache.layout import cache_layout
+from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.config import ModelConfig
+from dsflash_jax.modules.attention import Attention, Rope
+from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
+from dsflash_jax.modules.layer import StepContext
+from dsflash_jax.modules.linear import Linear, RMSNorm
+from dsflash_jax.ops.hyper_connections import collapse
+from dsflash_jax.ops.rows import read_bytes, write_bytes
+from dsflash_jax.ops.sparse_attention import attend
+from dsflash_jax.roles import LayerRole
+from dsflash_jax.types import DraftStep
+
+if TYPE_CHECKING:
+    from dsflash_jax.modules.transformer import Transformer
+
+# (number in the block, corrected logits [S, V]) -> tokens int32[S] drafted from them.
+Choose = Callable[[int, jax.Array], jax.Array]
+
+
+class DraftOutput(NamedTuple):
+    """A drafted block per sequence. Row i predicts the token after the block's i-th: row 0 follows the next token."""
+
+    tokens: jax.Array  # int32[S, block]
+    logits: jax.Array  # float32[S, block, V], Markov correction included
+    confidence: jax.Array  # float32[S, block], before the sigmoid
+
+
+def draft_roles(cfg: ModelConfig) -> tuple[LayerRole, ...]:
+    """Roles of the draft layers, numbered on behind the backbone: window only, whatever the backbone's layers are."""
+    first = cfg.num_hidden_layers
+    plain = dict.fromkeys(("owns_kv", "indexes", "builds_candidates", "reads_candidates"), False)
+    return tuple(
+        LayerRole(layer=first + j, ratio=0, **plain, kv_source=None, index_source=None, rope="swa", side="draft")
+        for j in range(cfg.num_nextn_predict_layers)
+    )
+
+
+def draft_config(cfg: ModelConfig) -> ModelConfig:
+    """`cfg` as a draft layer reads it: its own expert counts. Cache layout and everything else are the backbone's."""
+    return cfg.replace(n_routed_experts=cfg.dspark_n_routed_experts, num_experts_per_tok=cfg.dspark_num_experts_per_tok)
+
+
+class MarkovHead(nnx.Module):
+    """Low-rank correction of the logits by the token before."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.embed = Linear(cfg.dspark_markov_rank, cfg.vocab_size, rngs=rngs)  # [V, rank], looked up by row
+        self.head = Linear(cfg.dspark_markov_rank, cfg.vocab_size, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """float32[..., rank] of tokens int32[...]."""
+        return self.embed.weight[jnp.maximum(tokens, 0)].astype(jnp.float32)
+
+
+class ConfidenceHead(nnx.Module):
+    """One number per draft from the hidden state before the final norm and the Markov embedding."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.proj = Linear(cfg.hidden_size + cfg.dspark_markov_rank, 1, rngs=rngs)
+
+
+def add_draft_parts(layer: nnx.Module, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs) -> None:
+    """Gives the first draft layer its input projection and the last one its heads, under their released names."""
+    number = role.layer - cfg.num_hidden_layers
+    if number == 0:
+        layer.main_proj = Linear(cfg.hidden_size * len(cfg.dspark_target_layer_ids), cfg.hidden_size, rngs=rngs)
+        layer.main_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+    if number == cfg.num_nextn_predict_layers - 1:
+        layer.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        layer.markov_head = MarkovHead(cfg, rngs)
+        layer.confidence_head = ConfidenceHead(cfg, rngs)
+
+
+def is_target(cfg: ModelConfig, layer: int) -> bool:
+    """Whether the draft layers read what enters backbone layer `layer`."""
+    return bool(cfg.num_nextn_predict_layers) and layer in cfg.dspark_target_layer_ids
+
+
+def target_hidden(streams: jax.Array) -> jax.Array:
+    """Mean over the residual streams [..., hc, d] entering a target layer: [..., d]."""
+    return jnp.mean(streams, axis=-2)
+
+
+def seed_windows(
+    drafts: nnx.List, main_hidden: jax.Array, context: StepContext, cache: ModelCache, cfg: ModelConfig
+) -> ModelCache:
+    """Writes the window rows of every draft layer for the step's rows: main_hidden [T, targets * d], ascending layers.
+
+    Rows of drafts that are rejected later are written too: a draft step reads committed positions only.
+    """
+    step, layout = context.step, cache_layout(cfg)
+    x = drafts[0].main_norm(drafts[0].main_proj(main_hidden))
+    seq = step.row_to_seq
+    # Only the last `ring_rows` rows of a sequence are written: earlier ones would share their addresses.
+    keep = (step.positions >= 0) & (step.positions >= step.length[seq] - layout.ring_rows)
+    slot, position = jnp.where(keep, step.slot[seq], -1), jnp.maximum(step.positions, 0)
+    ring = cache.ring
+    for layer in drafts:
+        member = layout.ring[layer.attn.role.layer]
+        latent = layer.attn.window_latent(x, context.rope(layer.attn.role.rope, position))
+        ring = write_bytes(ring, *member.ring_address(slot, position), member.format.pack(latent))
+    return dataclasses.replace(cache, ring=ring)
+
+
+def window_positions(step: DraftStep, window: int) -> jax.Array:
+    """int32[S, window]: the positions whose window rows a draft block sees, ascending; -1 = none.
+
+    The last `window` committed ones, none below the sequence's `floor`: rows that nobody wrote stay unseen.
+    """
+    position = step.length[:, None] - window + jnp.arange(window)
+    seen = (position >= jnp.maximum(step.floor, 0)[:, None]) & (step.slot >= 0)[:, None]
+    return jnp.where(seen, position, -1)
+
+
+def draft_block(
+    model: Transformer, step: DraftStep, cache: ModelCache, choose: Choose, captures: list[dict] | None = None
+) -> DraftOutput:
+    """Drafts a block behind each sequence's next token; reads the caches and writes nothing.
+
+    The next token stands at position `length`, the number of committed tokens, and the noise behind it.
+    `captures`, when given, receives one dict of intermediate arrays per draft layer.
+    """
+    cfg = model.cfg
+    seqs, block = step.tokens.shape[0], cfg.dspark_block_size
+    noise = jnp.full((seqs, block - 1), cfg.dspark_noise_token_id, jnp.int32)
+    tokens = jnp.concatenate([step.tokens[:, None], noise], axis=1)
+    position = step.length[:, None] + jnp.arange(block)
+    cos, sin = model.freqs.by_name()["swa"]
+    at = jnp.minimum(position, cfg.max_position_embeddings - 1)
+    rope = (cos[at], sin[at])
+    visible = _Visible(window_positions(step, cfg.sliding_window), position < cfg.max_position_embeddings)
+    streams, pre = initial_streams(model.embed_tokens(tokens, jnp.full_like(tokens, -1)), cfg)
+    for layer in model.mtp:
+        capture = None if captures is None else {}
+        streams, pre = _draft_layer(layer, streams, pre, rope, visible, step, cache, capture)
+        if captures is not None:
+            captures.append(capture)
+    return _draft_heads(model, collapse(streams, pre), step.tokens, choose)
+
+
+class _Visible(NamedTuple):
+    """What every row of a block sees: the same for all its rows and all draft layers."""
+
+    window: jax.Array  # int32[S, w] positions, -1 = none
+    block: jax.Array  # bool[S, block]: rows beyond the context end are no keys
+
+
+def _draft_layer(layer, streams, pre, rope: Rope, visible: _Visible, step: DraftStep, cache: ModelCache, capture):
+    cfg = layer.attn.cfg
+
+    def attention(x: jax.Array) -> jax.Array:
+        x = layer.attn_norm(x)
+        out = _draft_attention(layer.attn, x, rope, visible, step, cache)
+        _record(capture, attn_in=x, attn_out=out, window_positions=visible.window)
+        return out
+
+    def feed_forward(x: jax.Array) -> jax.Array:
+        x = layer.ffn_norm(x)
+        out = layer.ffn(x.reshape(-1, x.shape[-1]), capture).reshape(x.shape)
+        _record(capture, ffn_in=x, ffn_out=out)
+        return out
+
+    streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
+    streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
+    _record(capture, h_out=streams, pre_mix_out=pre)
+    return streams, pre
+
+
+def _draft_attention(
+    attn: Attention, x: jax.Array, rope: Rope, visible: _Visible, step: DraftStep, cache: ModelCache
+) -> jax.Array:
+    """x [S, block, d]: every row attends to the window and to all rows of its block, whose keys are not stored."""
+    member = cache_layout(attn.cfg).ring[attn.role.layer]
+    q, _ = attn.query(x, rope)
+    fresh = member.format.fake_quant(attn.window_latent(x, rope)).astype(jnp.float32)
+    slot = jnp.broadcast_to(step.slot[:, None], visible.window.shape)
+    page, offset = member.ring_address(slot, jnp.maximum(visible.window, 0))
+    old = member.format.unpack(read_bytes(cache.ring, page, offset, member.row_bytes), member.width)
+    valid = jnp.concatenate([visible.window >= 0, visible.block], axis=1)
+    # Unseen rows may hold any bytes; 0 * NaN would poison the product.
+    keys = jnp.where(valid[..., None], jnp.concatenate([old, fresh], axis=1), 0.0)
+    sink = attn.attn_sink[...]
+
+    def one(q: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
+        return attend(q, [(keys, jnp.broadcast_to(valid, (q.shape[0], valid.shape[0])))], sink, attn.scale)
+
+    return attn.output(jax.vmap(one)(q, keys, valid), rope)
+
+
+def _draft_heads(model: Transformer, hidden: jax.Array, tokens: jax.Array, choose: Choose) -> DraftOutput:
+    """Logits of the shared head, corrected and chosen from left to right; hidden [S, block, d] before the norm."""
+    last = model.mtp[-1]
+    base = model.head.f32(last.norm(hidden))
+    drafted, logits, confidence = [], [], []
+    for i in range(base.shape[1]):
+        markov = last.markov_head(tokens)
+        logits.append(base[:, i] + last.markov_head.head.f32(markov))
+        read = jnp.concatenate([hidden[:, i].astype(jnp.float32), markov], axis=-1)
+        confidence.append(last.confidence_head.proj.f32(read)[:, 0])
+        tokens = choose(i, logits[-1]).astype(jnp.int32)
+        drafted.append(tokens)
+    return DraftOutput(jnp.stack(drafted, 1), jnp.stack(logits, 1), jnp.stack(confidence, 1))
+
+
+def _record(capture: dict[str, Any] | None, **arrays: jax.Array) -> None:
+    if capture is not None:
+        capture |= arrays
