@@ -73,6 +73,7 @@ class Comparison:
 
     explain: (key, row numbers of the flattened scores, those golden rows, those of ours) -> per row whether a flipped
       rounding of its query accounts for the difference.
+    keep_last: rows per sequence to which a long prompt's per-layer arrays were cut; None where all were recorded.
     """
 
     cfg: ModelConfig
@@ -80,6 +81,7 @@ class Comparison:
     golden: dict[str, np.ndarray]
     ours: dict[str, Any]
     explain: Callable[[str, np.ndarray, np.ndarray, np.ndarray], np.ndarray] | None = None
+    keep_last: int | None = None
 
     @property
     def rounded(self) -> bool:
@@ -104,6 +106,7 @@ class Comparison:
             return self._cache(key, golden, ours)
         if name in STATES:
             golden = golden[:, : ours.shape[1]]  # older slots keep stale rows in the reference
+        ours = self._kept(key, ours)
         if golden.shape != ours.shape:
             return Verdict(key, "shape", False, np.inf, f"shape {ours.shape} must be {golden.shape}")
         if name in EXACT:
@@ -117,6 +120,18 @@ class Comparison:
         if name in FLOATS or name in STATES:
             return within_ulp(key, golden, ours) if self.rounded else within_atol(key, golden, ours)
         return unruled(key)
+
+    def _kept(self, key: str, ours: np.ndarray) -> np.ndarray:
+        """Of an array of a cut prompt, the rows that were recorded: the last `keep_last` of each sequence."""
+        recorded = self.golden[key].shape
+        if self.keep_last is None or "prefill/" not in key or recorded == ours.shape:
+            return ours
+        if recorded[1:2] == (self.keep_last,):  # [B, rows, ...]
+            return ours[:, -self.keep_last :]
+        if recorded[1:] != ours.shape[1:] or len(ours) % self.prompt:  # neither are [B * rows, ...]
+            return ours
+        rows = ours.reshape(-1, self.prompt, *ours.shape[1:])[:, -self.keep_last :]
+        return rows.reshape(-1, *ours.shape[1:])
 
     def _listed(self, key: str) -> np.ndarray:
         """Decode steps that recorded `key`, counted from the first step."""
@@ -234,6 +249,7 @@ class Comparison:
         """Of the flattened rows of the scores `key`: those beyond the float rule, and those that a flip explains."""
         golden = self.golden[key]
         ours = self.ours[key] if f"{key}@steps" not in self.golden else self.ours[key][self._listed(key)]
+        ours = self._kept(key, ours)
         limit = bf16_ulp(golden) if self.rounded else FLOAT_ATOL
         beyond = np.any(differences(golden, ours) > limit, axis=-1).reshape(-1)
         explained = np.zeros_like(beyond)
@@ -254,7 +270,9 @@ class Comparison:
         name = key.replace("index_gap", "index_score")
         scores = self._on_steps_of(key, name, self.golden[name])
         own = self.ours[name][self._listed(key)] if f"{key}@steps" in self.golden else self.ours[name]
-        if scores.shape != own.shape or scores.shape[:-1] != golden.shape:
+        own = self._kept(name, own)
+        unscored = golden.shape[1] - scores.shape[1] if self.keep_last and "/prefill/" in key else 0
+        if scores.shape != own.shape or scores.shape[:-1] != golden[:, unscored:].shape:
             return Verdict(key, "from the scores", False, np.inf, f"no score for every {golden.shape} gap")
         error = np.max(differences(scores, own), axis=-1)
         if not np.all(np.isfinite(error)):
@@ -264,6 +282,8 @@ class Comparison:
             allowed = 2 * error + bf16_ulp(scores)[..., 0]
         else:
             allowed = np.where(error > FLOAT_ATOL, 2 * error, FLOAT_ATOL)
+        # Rows whose scores were cut away are held to the float rule.
+        allowed = np.pad(allowed, [(0, 0), (unscored, 0)], constant_values=FLOAT_ATOL) if unscored else allowed
         difference = differences(golden, ours)
         return Verdict(
             key, "2x the scores' error", bool(np.all(difference <= allowed)), float(np.max(difference, initial=0.0))

@@ -115,7 +115,8 @@ def _plain_row(name: str, status: str, detail: str) -> dict[str, Any]:
 def compare(trace: Trace) -> Comparison:
     """The trace beside this package's arrays: float32 end to end, bfloat16 part by part from recorded inputs."""
     ours = replay_layers(trace) if trace.mode.startswith("bf16") else replay(trace)
-    return Comparison(trace.cfg, trace.prompt, trace.arrays, ours, functools.partial(flipped_queries, trace, ours))
+    explain = functools.partial(flipped_queries, trace, ours)
+    return Comparison(trace.cfg, trace.prompt, trace.arrays, ours, explain, trace.meta.get("keep_last"))
 
 
 def verdicts_of(comparison: Comparison) -> list[Verdict]:

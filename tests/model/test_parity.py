@@ -28,12 +28,12 @@ from tests.model import oracle_golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # The files of one model share its compiled steps: first the model's name, then its cases.
-FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img", "E", "E_short", "G"]
+FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img", "E", "E_short", "F", "G"]
 RAW = ["A", "B_one", "C4"]
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
 SLOW = (
-    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "E.f32", "E_short.f32", "G.f32", "A.f32_raw", "C4.f32_raw",
+    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "E.f32", "E_short.f32", "F.f32", "G.f32", "A.f32_raw", "C4.f32_raw",
     "A.bf16", "A.bf16_raw", "A_calm.bf16", "D.bf16", "G.bf16",
 )  # fmt: skip
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
@@ -82,10 +82,10 @@ def test_the_n_gram_unit_file_equals_the_reference_whole():
 
 
 def test_unit_files_of_unbuilt_parts_are_named_not_passed(tmp_path):
-    np.savez(tmp_path / "units_ops.npz", **{"dspark_idx/1": np.zeros(3)})
+    np.savez(tmp_path / "units_ops.npz", **{"image/1": np.zeros(3)})
     report = run_parity(tmp_path)
     (row,) = report["rows"]
-    assert (row["status"], row["arrays"], row["detail"]) == ("not built", 0, "DSpark")
+    assert (row["status"], row["arrays"], row["detail"]) == ("not built", 0, "image tokens")
     assert not report["passed"], "nothing was compared"
 
 
