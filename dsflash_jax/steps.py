@@ -108,7 +108,19 @@ def forward(
     jax.jit, static_argnames=("cfg", "logits"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
 )
 def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, logits: str, advance: jax.Array):
-    out, cache = bind(params, cfg)(step, cache, logits)
+    return run_step(params, cache, step, cfg, logits, advance)
+
+
+def run_step(
+    params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, run: str | tuple[int, ...], advance: jax.Array
+) -> tuple[jax.Array, ModelCache]:
+    """One ragged step, not jitted: (logits, cache). For jitted functions that place it on devices (`sharding.py`).
+
+    run: logits of all layers on all rows ("last" or "all"), or the rows per decoder layer of an asymmetric prefill.
+    advance: whether the lengths move to the end of the step.
+    """
+    model = bind(params, cfg)
+    out, cache = model(step, cache, run) if isinstance(run, str) else prefill_asymmetric(model, step, cache, run)
     length = jax.numpy.where(advance, step.length, step.start)
     return out, commit_lengths(cache, step.slot, length)
 
@@ -117,8 +129,7 @@ def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, l
     jax.jit, static_argnames=("cfg", "rows"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
 )
 def _asymmetric(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, rows: tuple[int, ...]):
-    out, cache = prefill_asymmetric(bind(params, cfg), step, cache, rows)
-    return out, commit_lengths(cache, step.slot, step.length)
+    return run_step(params, cache, step, cfg, rows, True)
 
 
 def prefill(

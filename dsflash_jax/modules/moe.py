@@ -5,11 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.linear import Linear, held, hold
 from dsflash_jax.ops.linear import Weight
 from dsflash_jax.ops.moe import expert, route, routed_experts, routed_experts_all
+
+EXPERT_AXIS = "expert"  # of a mesh whose devices hold some of the experts each; see `sharding.py`
 
 
 class Gate(nnx.Module):
@@ -75,7 +78,14 @@ class MoE(nnx.Module):
         if capture is not None:
             capture["gate_weights"], capture["gate_indices"] = weights, chosen
         run = routed_experts_all if training else routed_experts
-        routed = run(x, weights, chosen, *self.experts.weights(), cfg.swiglu_limit)
+        matrices = self.experts.weights()
+        count = matrices[0].shape[0]
+        if count == cfg.n_routed_experts:
+            routed = run(x, weights, chosen, *matrices, cfg.swiglu_limit)
+        else:  # one device's share: the rest of the sum is on the others
+            own = chosen - lax.axis_index(EXPERT_AXIS) * count
+            own = jnp.where((own >= 0) & (own < count), own, count)
+            routed = lax.psum(run(x, weights, own, *matrices, cfg.swiglu_limit), EXPERT_AXIS)
         shared = self.shared_experts
         common = expert(x, shared.w1.matrix(), shared.w2.matrix(), shared.w3.matrix(), cfg.swiglu_limit)
         return (routed + common.astype(jnp.float32)).astype(x.dtype)

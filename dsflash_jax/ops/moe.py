@@ -93,10 +93,12 @@ def routed_experts(
     many rows: training uses `routed_experts_all`.
 
     The few (row, expert) pairs of a decode step run one by one. Otherwise pairs are sorted by expert and padded to
-    blocks of one expert each, one dense product per block; no row is dropped.
+    blocks of one expert each, one dense product per block; no row is dropped. An expert number E is one that is held
+    elsewhere: its pairs add nothing.
     """
     rows, k = experts.shape
-    run = _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * w1.shape[0] else _run_by_expert
+    count = w1.shape[0]
+    run = _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * count else _run_by_expert
 
     def one(pairs: jax.Array, w1: Weight, w2: Weight, w3: Weight) -> jax.Array:
         source = jnp.maximum(pairs, 0)
@@ -104,8 +106,8 @@ def routed_experts(
         return expert(x[source // k], w1, w2, w3, limit, gain)
 
     out, place = run(one, experts.reshape(-1), (w1, w2, w3))
-    place = place.reshape(rows, k)
-    return sum(out[place[:, i]].astype(jnp.float32) for i in range(k))
+    place, here = place.reshape(rows, k), experts < count
+    return sum(jnp.where(here[:, i, None], out[place[:, i]].astype(jnp.float32), 0.0) for i in range(k))
 
 
 def _run_alone(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.Array, jax.Array]:
@@ -152,10 +154,12 @@ def _blocks_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Ar
     counts = jnp.sum(jax.nn.one_hot(experts, count, dtype=jnp.int32), axis=0)
     used = -(-counts // block)
     first = jnp.cumsum(used) - used
+    held = experts[order] < count
     rank = jnp.arange(total) - (jnp.cumsum(counts) - counts)[experts[order]]
     sorted_place = first[experts[order]] * block + rank
-    pair = jnp.full(num_blocks * block, -1).at[sorted_place].set(order).reshape(num_blocks, block)
-    return pair, first, used, jnp.zeros(total, jnp.int32).at[order].set(sorted_place)
+    target = jnp.where(held, sorted_place, num_blocks * block)
+    pair = jnp.full(num_blocks * block, -1).at[target].set(order, mode="drop").reshape(num_blocks, block)
+    return pair, first, used, jnp.zeros(total, jnp.int32).at[order].set(jnp.where(held, sorted_place, 0))
 
 
 def _block_rows(pairs: int, experts: int) -> int:

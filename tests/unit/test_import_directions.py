@@ -43,6 +43,7 @@ ALLOWED = {
     "training": PRODUCTS - {"analysis"},
     "host_tables": BASE,
     "session": STEPS | {"host_tables"},
+    "sharding": STEPS,
     "analysis": HOST | {"weights"},
     "generate": HOST,
     "lab_text": PRODUCTS | {"generate"},
