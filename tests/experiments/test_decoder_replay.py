@@ -31,6 +31,7 @@ def found(rows, mode, length):
     return next(row for row in rows if (row["mode"], row["length"]) == (mode, length))
 
 
+@pytest.mark.slow
 def test_exact_is_the_full_pass_and_replay_lies_between_it_and_the_control(rows):
     replay, control = found(rows, "replay", 45), found(rows, TRUNCATED, 45)
     assert found(rows, "exact", 45)["prompt"]["kl_max"] < 1e-9
@@ -38,10 +39,12 @@ def test_exact_is_the_full_pass_and_replay_lies_between_it_and_the_control(rows)
     assert replay["prompt"]["positions"] == 4 and replay["decoded"]["positions"] == 8
 
 
+@pytest.mark.slow
 def test_a_prompt_of_one_window_is_the_same_in_every_mode(rows):
     assert all(found(rows, mode, 16)["prompt"]["kl_max"] < 1e-9 for mode in ("exact", "replay", TRUNCATED))
 
 
+@pytest.mark.slow
 def test_answers_behind_decoded_tokens_are_those_of_a_longer_prompt():
     batch = held_out_batches(LAB, SETTINGS, CORPUS, 4, 4).recall[0]
     params = steps.init_params(LAB)

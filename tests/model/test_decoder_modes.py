@@ -94,6 +94,7 @@ def test_exact_gives_the_logits_and_the_rings_of_all(cfg):
         assert np.abs(logits - others).max() <= (FLIPPED_ATOL if flips else EQUAL_CODES_ATOL)
 
 
+@pytest.mark.slow
 def test_prompts_within_the_window_are_the_same_in_every_mode():
     for length in (1, WINDOW - 1, WINDOW):
         tokens = prompt(length, seed=2)
@@ -301,6 +302,7 @@ def test_a_hit_must_leave_a_token_to_run(hit, length):
         encoder_restart(DEEP, hit, length)
 
 
+@pytest.mark.slow
 def test_a_compiled_asymmetric_prefill_copies_no_pool():
     step = make_step([Chunk(0, prompt(23), 0, TABLES[0])], DEEP, rows=ROWS, pages=PAGES)
     cache = ModelCache.abstract(DEEP, 4096, 64, decoder="exact")

@@ -33,8 +33,8 @@ RAW = ["A", "B_one", "C4"]
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
 SLOW = (
-    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "E.f32", "E_short.f32", "F.f32", "G.f32", "A.f32_raw", "C4.f32_raw",
-    "A.bf16", "A.bf16_raw", "A_calm.bf16", "D.bf16", "G.bf16",
+    "A_calm.f32", "C.f32", "C4.f32", "D.f32", "D_img.f32", "E.f32", "E_short.f32", "F.f32", "G.f32", "A.f32_raw",
+    "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16", "D.bf16", "G.bf16",
 )  # fmt: skip
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
 

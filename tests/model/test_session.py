@@ -187,6 +187,7 @@ def test_numpy_tokens_are_taken(expected):
     assert_close_logits(mine.append({"a": np.array(A[:19], np.uint8)}), [expected["a"][18]])
 
 
+@pytest.mark.slow
 def test_a_prompt_in_parts_runs_the_decoder_once_at_its_end():
     """The last part of one prompt is a single token: still the end of a prompt, not a decode step."""
     cfg = running.shallow()

@@ -33,6 +33,7 @@ def test_greedy_output_is_that_of_plain_decoding(length):
     assert list(speculate_tokens(params, CFG, prompt, 12)) == plain
 
 
+@pytest.mark.slow
 def test_drafts_stop_at_the_context_end():
     """B28: the last verified position is the context's last; the output is as long as asked for."""
     params, prompt = running.parameters(CFG), running.prompt(25)
