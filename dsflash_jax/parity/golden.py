@@ -80,7 +80,7 @@ def load_trace(path: pathlib.Path) -> Trace | list[str]:
     meta = json.loads(str(arrays.pop("meta_json")))
     reference = json.loads(str(arrays.pop("config_json")))
     unbuilt = unbuilt_parts(reference)
-    if mode.startswith("bf16") and "keep_last" in meta:
+    if mode.startswith("bf16") and meta.get("keep_last"):
         unbuilt.append("bfloat16 decode steps from recorded caches (the prompt was cut)")
     if mode.startswith("bf16") and reference.get("n_mtp_layers"):
         unbuilt.append("draft layers in bfloat16")

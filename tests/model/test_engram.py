@@ -92,6 +92,7 @@ def test_prefill_equals_every_split_into_prefill_and_decode():
     check_every_split(CFG, PARAMS[CFG], 0, 9).check()
 
 
+@pytest.mark.slow
 def test_a_prompt_whose_decoder_runs_on_its_end_reads_the_same_rows():
     """Memory is the encoder's: rows go to its pass over the chunk, none to the later pass over the prompt's end."""
     sides = [Session(PARAMS[CFG], CFG, num_pages=8, prefill_rows=8, decoder=mode) for mode in ("all", "exact")]

@@ -15,6 +15,8 @@ from dsflash_jax.types import DraftStep
 from tests.model import running
 from tests.model.running import stored_rows
 
+pytestmark = pytest.mark.slow  # draft and verify steps of several sizes are compiled
+
 CFG = running.single(
     num_nextn_predict_layers=2, dspark_block_size=3, dspark_target_layer_ids=(0,), dspark_markov_rank=8,
     dspark_noise_token_id=9, dspark_n_routed_experts=3, dspark_num_experts_per_tok=1, max_position_embeddings=32,
@@ -25,7 +27,6 @@ def session(**options):
     return Session(running.parameters(CFG), CFG, num_pages=16, table_pages=4, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 7])
 def test_greedy_output_is_that_of_plain_decoding(length):
     params, prompt = running.parameters(CFG), running.prompt(length)
@@ -33,7 +34,6 @@ def test_greedy_output_is_that_of_plain_decoding(length):
     assert list(speculate_tokens(params, CFG, prompt, 12)) == plain
 
 
-@pytest.mark.slow
 def test_drafts_stop_at_the_context_end():
     """B28: the last verified position is the context's last; the output is as long as asked for."""
     params, prompt = running.parameters(CFG), running.prompt(25)
@@ -87,7 +87,6 @@ def test_a_draft_head_of_another_model_is_refused():
         check_draft_params(other, CFG)
 
 
-@pytest.mark.slow
 def test_several_sequences_of_one_batch_are_those_run_alone():
     """B92: other lengths, parities and seeds in one verify step, greedy."""
     prompts = [running.prompt(n, n) for n in (4, 7)]
