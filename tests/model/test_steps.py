@@ -229,7 +229,8 @@ def tiny_widths() -> ModelConfig:
     names += ("o_groups", "o_lora_rank", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
     names += ("index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size")
     names += ("sliding_window", "page_size", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "dtype")
-    return released.replace(engram_layer_ids=(), **{name: getattr(widths, name) for name in names})
+    changes = {name: getattr(widths, name) for name in names} | {"dspark_noise_token_id": widths.vocab_size - 1}
+    return released.replace(engram_layer_ids=(), **changes)
 
 
 @pytest.mark.slow
