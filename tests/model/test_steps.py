@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from dsflash_jax import steps
+from dsflash_jax import bench, steps
 from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.model_cache import ModelCache
-from dsflash_jax.config import ModelConfig
 from tests.model import running
 
 CFG = running.shallow(window_format="fp32")
@@ -221,21 +220,9 @@ def test_an_empty_step_runs_and_writes_nothing():
     assert np.isnan(after.state).all()
 
 
-def tiny_widths() -> ModelConfig:
-    """All 40 layers of the released topology, every width as small as the formats allow."""
-    released = ModelConfig.from_json(running.CONFIGS / "v41_flash.json")
-    widths = running.tiny()
-    names = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "qk_rope_head_dim")
-    names += ("o_groups", "o_lora_rank", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
-    names += ("index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size")
-    names += ("sliding_window", "page_size", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "dtype")
-    changes = {name: getattr(widths, name) for name in names} | {"dspark_noise_token_id": widths.vocab_size - 1}
-    return released.replace(engram_layer_ids=(), **changes)
-
-
 @pytest.mark.slow
 def test_the_released_topology_decodes_at_tiny_widths():
-    cfg = tiny_widths()
+    cfg = bench.released_topology()
     assert cfg.num_hidden_layers == 40 and cfg.kv_source_layer_ids == (2, 8, 14, 20)
     params, cache = running.parameters(cfg), ModelCache.empty(cfg, 16, 1)
     tokens = running.prompt(6, 0)
