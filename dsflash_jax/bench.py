@@ -168,9 +168,10 @@ def compile_topology() -> dict[str, Any]:
 
 
 def released_topology() -> ModelConfig:
-    """The released layer table at tiny widths: every role, source and ratio of the 40 layers."""
+    """The released layer table at tiny widths: every role, source and ratio of the 40 layers, without draft layers."""
     released = ModelConfig.from_json(config_path("v41_flash"))
     return released.replace(
+        compress_ratios=released.compress_ratios[: released.num_hidden_layers],
         vocab_size=256, hidden_size=64, num_attention_heads=4, head_dim=32, q_lora_rank=32, qk_rope_head_dim=8,
         o_groups=2, o_lora_rank=16, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2,
         sliding_window=16, index_n_heads=4, index_head_dim=32, index_topk=16, candidate_topk_blocks=8,

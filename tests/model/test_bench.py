@@ -92,3 +92,8 @@ def test_the_benchmarks_shape_is_the_reference_timings():
     sizes = [int(np.prod(leaf.shape)) for _, leaf in bench.walk(steps.abstract_params(cfg))]
     assert round(sum(sizes) / 1e6, 1) == 26.9
     assert (cfg.sliding_window, cfg.index_topk, cfg.dtype) == (128, 128, "float32")
+
+
+def test_the_topology_is_the_released_one():
+    cfg = bench.released_topology()
+    assert cfg.num_hidden_layers == 40 and cfg.kv_source_layer_ids == (2, 8, 14, 20)

@@ -223,7 +223,6 @@ def test_an_empty_step_runs_and_writes_nothing():
 @pytest.mark.slow
 def test_the_released_topology_decodes_at_tiny_widths():
     cfg = bench.released_topology()
-    assert cfg.num_hidden_layers == 40 and cfg.kv_source_layer_ids == (2, 8, 14, 20)
     params, cache = running.parameters(cfg), ModelCache.empty(cfg, 16, 1)
     tokens = running.prompt(6, 0)
     for position, token in enumerate(tokens):
