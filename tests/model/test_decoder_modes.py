@@ -25,7 +25,6 @@ DEPTH = 3  # decoder layers below: owner and candidates, reuse, reindex
 DEEP = tiny(num_hidden_layers=5, compress_ratios=(0, 2, 1, 1, 1), kv_source_layer_ids=(1, 2),
             index_source_layer_ids=(1, 2, 4), candidate_source_layer_id=2)  # fmt: skip
 POOLED = DEEP.replace(compress_ratios=(0, 2, 2, 2, 2))  # the decoder's entries are pooled too
-EITHER = [pytest.param(DEEP, id="ratio-1"), pytest.param(POOLED, id="ratio-2", marks=pytest.mark.slow)]
 TABLES = {0: [3, 0, 6, 1, 7, 4], 1: [11, 8, 14, 9, 15, 12]}
 ROWS = 64
 
@@ -70,22 +69,27 @@ def assert_same_pages(one, other):
     assert keys and all(np.array_equal(one[key], other[key], equal_nan=True) for key in keys)
 
 
-# Off every multiple of window 4, page 8 and ratio 2; the halo of three layers of window 4 is 10 rows.
-LENGTHS = (5, 10, 11, 23, 37)
+# Off every multiple of window 4, page 8 and ratio 2; the halo of three layers of window 4 is 10 rows. Prompts shorter
+# than the halo compile a step each.
+EITHER = [
+    pytest.param(DEEP, (11, 23, 37), id="ratio-1"),
+    pytest.param(DEEP, (5, 9, 10), id="ratio-1 within the halo", marks=pytest.mark.slow),
+    pytest.param(POOLED, (5, 10, 11, 23, 37), id="ratio-2", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("cfg", EITHER)
-def test_pages_are_the_same_bits_in_every_mode(cfg):
-    for length in LENGTHS:
+@pytest.mark.parametrize(("cfg", "lengths"), EITHER)
+def test_pages_are_the_same_bits_in_every_mode(cfg, lengths):
+    for length in lengths:
         tokens = prompt(length)
         pages = [stored(cfg, run(cfg, tokens, mode)[1], length) for mode in ("all", "replay", "exact")]
         assert_same_pages(pages[0], pages[1])
         assert_same_pages(pages[0], pages[2])
 
 
-@pytest.mark.parametrize("cfg", EITHER)
-def test_exact_gives_the_logits_and_the_rings_of_all(cfg):
-    for length in LENGTHS:
+@pytest.mark.parametrize(("cfg", "lengths"), EITHER)
+def test_exact_gives_the_logits_and_the_rings_of_all(cfg, lengths):
+    for length in lengths:
         tokens = prompt(length, seed=1)
         (logits, cache), (others, other) = (run(cfg, tokens, mode) for mode in ("all", "exact"))
         inputs = functools.partial(unrounded, cfg, parameters(cfg), traced(cfg, tokens))
@@ -128,6 +132,7 @@ def test_the_replayed_window_starts_at_the_first_replayed_token():
     assert seen_positions(DEEP, prompt(14), "replay") == [expected] * DEPTH
 
 
+@pytest.mark.slow
 def test_the_exact_halo_loses_a_window_less_one_at_each_layer():
     layers = seen_positions(DEEP, prompt(23), "exact")
     assert [[row[0] for row in rows] for rows in layers] == [
@@ -155,7 +160,7 @@ REFERENCE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [7, 22])
+@pytest.mark.parametrize("length", [7, pytest.param(22, marks=pytest.mark.slow)])
 def test_a_replayed_ring_is_the_oracles_with_a_truncated_context(length):
     cfg = ModelConfig.from_json(REFERENCE).replace(page_size=8)
     weights = oracle_golden._weights(cfg, np.random.default_rng(5))
@@ -176,7 +181,7 @@ def test_a_replayed_ring_is_the_oracles_with_a_truncated_context(length):
         assert off.mean() < 1e-2, f"layer {member.layer}: {off.sum()} values differ"
 
 
-@pytest.mark.parametrize("decoder", ["replay", "exact"])
+@pytest.mark.parametrize("decoder", ["replay", pytest.param("exact", marks=pytest.mark.slow)])
 def test_chunks_keep_the_encoder_states_that_the_last_one_needs(decoder):
     tokens = prompt(23, seed=6)
     logits, cache = run(DEEP, tokens, decoder)
@@ -188,6 +193,7 @@ def test_chunks_keep_the_encoder_states_that_the_last_one_needs(decoder):
         assert sum(np.sum(mine[key] != theirs[key]) for key in mine if key[0] != "open") <= 2
 
 
+@pytest.mark.slow
 def test_only_the_last_chunk_of_a_prompt_has_logits():
     tokens = prompt(11, seed=7)
     cache, params = new_cache(DEEP, "replay"), parameters(DEEP)
@@ -203,6 +209,7 @@ def test_only_the_last_chunk_of_a_prompt_has_logits():
     assert (ring[1] == 0xFF).any(), "the decoder's rings of a prompt that goes on are not written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["replay", "exact"])
 def test_decoding_behind_a_replay_and_a_second_prompt_behind_that(decoder):
     """Decoded tokens leave their encoder states too: a later prompt shorter than the window starts from them."""
@@ -252,6 +259,7 @@ def test_a_bounded_encoder_replay_leaves_cached_entries_alone_and_is_another_fun
     assert np.isfinite(others).all() and np.abs(logits - others).max() > EQUAL_CODES_ATOL
 
 
+@pytest.mark.slow
 def test_toy_halo_of_three_layers_of_four_is_ten_rows():
     """B94: W + (L - 1)(W - 1) trailing tokens (vllm#57281); a row less changes the last token's output."""
     assert decoder_rows(DEEP, "exact") == (10, 7, 4)

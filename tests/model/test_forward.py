@@ -75,6 +75,7 @@ def first_differing(rows, others, ratio):
     return differing[0] * ratio + ratio - 1 if differing.size else np.inf
 
 
+@pytest.mark.slow
 def test_forward_equals_prefill_in_the_released_formats(monkeypatch):
     """The rule for two runs: what the caches hold is what the whole-sequence form rounds to, but for shown flips.
 

@@ -71,6 +71,7 @@ def test_every_visible_entry_of_a_kept_block_stays_selectable(long_run):
         assert t // CFG.candidate_block_size in kept
 
 
+@pytest.mark.slow
 def test_reading_only_the_pool_selects_the_same(params, long_run):
     """One decode row reads just the pool's keys, a traced step scores all: B30 for -1 padding in the former too."""
     tokens = running.prompt(LENGTH, 0)
@@ -82,6 +83,7 @@ def test_reading_only_the_pool_selects_the_same(params, long_run):
         assert_close_logits([long_run.runs[0].logits[length]], np.asarray(logits))
 
 
+@pytest.mark.slow
 def test_two_prompts_in_one_prefill_count_from_their_own_entries(params):
     """B36: 6 and 8 tokens packed; the second sequence's indices start at 0 and equal those of its own run."""
     first, second = running.prompt(6, 1), running.prompt(8, 2)
@@ -127,6 +129,7 @@ def test_the_window_is_the_last_positions_in_every_layer(params, sizes):
             assert sorted(p for p in seen[t].tolist() if p >= 0) == list(range(max(0, t - 3), t + 1))
 
 
+@pytest.mark.slow
 def test_a_chunk_longer_than_the_ring_keeps_the_tail_of_the_one_before(params):
     """B50: chunks 12, 14, 14 against a ring of 10 rows; the first queries of a chunk still see three old keys."""
     tokens = running.prompt(LENGTH, 0)

@@ -93,7 +93,8 @@ def test_bfloat16_results_are_rounded_once():
     assert np.array_equal(linear(x, weight), linear_f32(x.astype(jnp.float32), weight).astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("rows", [2, 40])  # pairs one by one, and expert by expert
+# Pairs one by one, and expert by expert.
+@pytest.mark.parametrize("rows", [2, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_routed_experts_run_from_stacked_codes(kind, rows):
     count, d, f, k = 4, 64, 32, 2

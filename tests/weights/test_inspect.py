@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CFG, TENSORS = synthetic.golden_tensors("G")
 
 
+@pytest.mark.slow
 def test_the_released_shape_has_the_published_sizes():
     """Billions: 551.5 backbone, 196.6 Engram, 15.8 active in decode with the head, 7.6 in the encoder."""
     counts = inspect(ROOT / "configs" / "v41_flash.json")["parameters"]
