@@ -74,10 +74,15 @@ def draft(
     The logits are those before temperature: `speculative.distribution` of them is what a token was drawn from. The
     cache is read, not donated. Raises ValueError for a cache of another configuration and slots that it lacks.
     """
+    check_draft(cache, step, cfg)
+    return _draft(params, cache, step, cfg, settings)
+
+
+def check_draft(cache: ModelCache, step: DraftStep, cfg: ModelConfig) -> None:
+    """Raises ValueError for a cache of another configuration and slots that it lacks."""
     check_cache(cache, cfg)
     if isinstance(step.slot, np.ndarray) and step.slot.max(initial=-1) >= cache.ring.shape[0]:
         raise ValueError(f"slot={step.slot.max()} must lie in 0..{cache.ring.shape[0] - 1}, the cache's slots.")
-    return _draft(params, cache, step, cfg, settings)
 
 
 def check_draft_params(params: Mapping[Any, Any], cfg: ModelConfig) -> None:
@@ -93,12 +98,18 @@ def check_draft_params(params: Mapping[Any, Any], cfg: ModelConfig) -> None:
             raise ValueError(f"{name} of shape {have} must be {need}: these draft layers belong to another model.")
 
 
-@functools.partial(jax.jit, static_argnames=("cfg",), compiler_options=steps.EXACT_ROUNDING)
-def _draft(params, cache: ModelCache, step: DraftStep, cfg: ModelConfig, settings: Settings) -> DraftOutput:
+def run_draft(
+    params: steps.Params, cache: ModelCache, step: DraftStep, cfg: ModelConfig, settings: Settings
+) -> DraftOutput:
+    """`draft`, unchecked and not jitted: for jitted functions that place it on devices (`sharding.py`)."""
+
     def choose(i: int, logits: jax.Array) -> jax.Array:
         return draft_tokens(logits, settings, step.length + 1 + i)
 
     return draft_block(steps.bind(params, cfg), step, cache, choose)
+
+
+_draft = jax.jit(run_draft, static_argnames=("cfg",), compiler_options=steps.EXACT_ROUNDING)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), compiler_options=steps.EXACT_ROUNDING)

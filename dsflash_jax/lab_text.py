@@ -54,8 +54,8 @@ def stream(
 
     Raises, before the first piece: ValueError for an empty prompt, tokens outside the vocabulary, a prompt and
     generation past the model's capacity, bad sampling settings, a seed outside 32 bits, drafts below 0 or of a model
-    without draft layers, and a checkpoint that cannot be read; FileNotFoundError where there is none. While iterating: FloatingPointError naming the position whose logits
-    are not finite.
+    without draft layers, and a checkpoint that cannot be read; FileNotFoundError where there is none. While iterating:
+    FloatingPointError naming the position whose logits are not finite.
     """
     sampling = Sampling(temperature, top_k, top_p)
     tokens = encode_prompt(prompt)

@@ -2,8 +2,10 @@
 
 - data: groups of sequences. Every group has caches of its own, with pages and slots numbered from 0, so a step never
   reaches into another group's arena.
-- tensor: heads and vocabulary. The compiler places the products; the specifications here say where weights lie.
-- expert: routed experts. Each device runs the rows that chose one of its experts; partial sums are added up.
+- tensor: heads, vocabulary, and the width of n-gram tables. The compiler places the products; the specifications here
+  say where weights lie.
+- expert: routed experts, those of draft layers too. Each device runs the rows that chose one of its experts; partial
+  sums are added up.
 
 The step functions are those of `steps.py`. Everything with a leading axis [D] below is split over "data".
 """
@@ -11,7 +13,7 @@ The step functions are those of `steps.py`. Everything with a leading axis [D] b
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,26 +21,42 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dsflash_jax import steps
-from dsflash_jax.batch import check_accepted, check_cache, check_step, check_tail, check_verified_rows, rows_to_run
+from dsflash_jax.batch import (
+    check_accepted,
+    check_cache,
+    check_ngrams,
+    check_step,
+    check_tail,
+    check_verified_rows,
+    rows_to_run,
+)
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.config_rules import QUANT_BLOCK
+from dsflash_jax.draft_step import check_draft, run_draft
+from dsflash_jax.modules.dspark import DraftOutput
 from dsflash_jax.modules.moe import EXPERT_AXIS
-from dsflash_jax.types import StepInfo
+from dsflash_jax.speculative import Settings
+from dsflash_jax.types import DraftStep, StepInfo
 
 DATA_AXIS, TENSOR_AXIS = "data", "tensor"
 _ROWS = PartitionSpec(TENSOR_AXIS)  # the output features of a weight [out, in]
 _COLUMNS = PartitionSpec(None, TENSOR_AXIS)  # its input features: partial sums are added up
-# Last parts of a parameter's path -> how it is split over "tensor": heads, output groups, index heads, vocabulary.
+# Last parts of a parameter's path, without "weight" and "scale" -> how it is split over "tensor": heads, output groups,
+# index heads, vocabulary. The first that fits counts. An n-gram table has no number of rows that a mesh divides.
 _TENSOR = {
-    ("attn", "wq_b", "weight"): _ROWS,
+    ("attn", "wq_b"): _ROWS,
     ("attn", "attn_sink"): _ROWS,
-    ("attn", "wo_a", "weight"): _ROWS,
-    ("attn", "wo_b", "weight"): _COLUMNS,
-    ("indexer", "wq_b", "weight"): _ROWS,
-    ("indexer", "weights_proj", "weight"): _ROWS,
-    ("embed", "weight"): _ROWS,
-    ("head", "weight"): _ROWS,
+    ("attn", "wo_a"): _ROWS,
+    ("attn", "wo_b"): _COLUMNS,
+    ("indexer", "wq_b"): _ROWS,
+    ("indexer", "weights_proj"): _ROWS,
+    ("engram", "embed"): _COLUMNS,
+    ("embed",): _ROWS,
+    ("head",): _ROWS,
 }
+# Blocks of inputs of a packed product are added in order, so each of its outputs stays on one device.
+_PACKED = {("attn", "wo_b"): _ROWS}
 
 
 def make_mesh(data: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -60,30 +78,43 @@ def make_mesh(data: int = 1, tensor: int = 1, expert: int = 1, devices: Sequence
 
 
 def param_specs(params: steps.Params) -> Any:
-    """A PartitionSpec per parameter, from its path alone: replicated unless it holds heads, vocabulary or experts."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: _spec([str(getattr(k, "key", k)) for k in path]), params)
+    """A PartitionSpec per parameter: replicated unless it holds heads, vocabulary, n-gram tables or experts.
+
+    Codes and scales of a packed weight lie alike: a scale is on the device of its tile.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _spec([str(getattr(k, "key", k)) for k in path], leaf), params
+    )
 
 
-def _spec(path: list[str]) -> PartitionSpec:
+def _spec(path: list[str], leaf: Any) -> PartitionSpec:
     if path[0] == "freqs":
         return PartitionSpec()
     if "experts" in path:
         return PartitionSpec(EXPERT_AXIS)
-    for end, spec in _TENSOR.items():
-        if tuple(path[-len(end) :]) == end:
-            return spec
-    return PartitionSpec()
+    holder = path[:-1] if path[-1] in ("weight", "scale") else path
+    rules = _TENSOR | _PACKED if leaf.dtype == np.uint8 else _TENSOR
+    return next((spec for end, spec in rules.items() if tuple(holder[-len(end) :]) == end), PartitionSpec())
 
 
 def check_mesh(cfg: ModelConfig, mesh: Mesh) -> None:
     """Raises ValueError where an axis does not divide what is split along it."""
-    tensor, expert = mesh.shape[TENSOR_AXIS], mesh.shape[EXPERT_AXIS]
-    parts = {name: tensor for name in ("num_attention_heads", "o_groups", "vocab_size")}
-    parts |= {"index_n_heads": tensor} if cfg.index_source_layer_ids else {}
-    for name, size in (*parts.items(), ("n_routed_experts", expert)):
-        if getattr(cfg, name) % size:
-            axis = EXPERT_AXIS if name == "n_routed_experts" else TENSOR_AXIS
-            raise ValueError(f"{name}={getattr(cfg, name)} must be divisible by the mesh's {axis}={size}.")
+    indexes = ("index_n_heads",) if cfg.index_source_layer_ids else ()
+    drafts = ("dspark_n_routed_experts",) if cfg.num_nextn_predict_layers else ()
+    axes = dict.fromkeys(("num_attention_heads", "o_groups", "vocab_size", *indexes), TENSOR_AXIS)
+    axes |= dict.fromkeys(("n_routed_experts", *drafts), EXPERT_AXIS)
+    for name, axis in axes.items():
+        if getattr(cfg, name) % mesh.shape[axis]:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be divisible by the mesh's {axis}={mesh.shape[axis]}.")
+    tiled = {"engram_head_dim": cfg.engram_head_dim if cfg.engram_layer_ids else 0}
+    if cfg.quant_method:
+        tiled["hidden_size"] = cfg.hidden_size
+        tiled["num_attention_heads * head_dim"] = cfg.num_attention_heads * cfg.head_dim
+        tiled["index_n_heads * index_head_dim"] = cfg.index_n_heads * cfg.index_head_dim if indexes else 0
+    for name, width in tiled.items():
+        if width % (QUANT_BLOCK * mesh.shape[TENSOR_AXIS]):
+            rule = f"must be divisible by the mesh's {TENSOR_AXIS}={mesh.shape[TENSOR_AXIS]} into multiples"
+            raise ValueError(f"{name}={width} {rule} of {QUANT_BLOCK}, which share a scale.")
 
 
 def shard_params(params: steps.Params, cfg: ModelConfig, mesh: Mesh) -> steps.Params:
@@ -104,7 +135,7 @@ def empty_cache(cfg: ModelConfig, mesh: Mesh, num_pages: int, num_slots: int, *,
     return jax.tree.map(zeros, shapes)
 
 
-def stack_steps(parts: Sequence[StepInfo]) -> StepInfo:
+def stack_steps(parts: Sequence[Any]) -> Any:
     """One step per group as a step with leading axis [D]: NumPy, equal sizes. A group without work has an empty step.
 
     Raises ValueError for steps of different sizes.
@@ -128,7 +159,7 @@ def prefill(
 
     Raises ValueError as that function does, and unless there is one step per group.
     """  # fmt: skip
-    _check(cache, parts, cfg, mesh)
+    _check(params, cache, parts, cfg, mesh)
     if decoder == "all":
         return _compiled(cfg, mesh, "last", True)(params, cache, stack_steps(parts))
     check_tail(_group(cache), cfg, decoder)
@@ -140,7 +171,7 @@ def verify(
     params: steps.Params, cache: ModelCache, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh
 ) -> tuple[jax.Array, ModelCache]:
     """`steps.verify` of one step per group: (logits [D, T, V], cache [D, ...])."""
-    _check(cache, parts, cfg, mesh)
+    _check(params, cache, parts, cfg, mesh)
     for part in parts:
         check_verified_rows(part, cfg)
     return _compiled(cfg, mesh, "all", False)(params, cache, stack_steps(parts))
@@ -153,6 +184,21 @@ def commit(cache: ModelCache, parts: Sequence[StepInfo], accepted: np.ndarray) -
     return _commit(cache, stack_steps(parts), np.asarray(accepted, np.int32))
 
 
+def draft(
+    params: steps.Params,
+    cache: ModelCache,
+    parts: Sequence[DraftStep],
+    cfg: ModelConfig,
+    mesh: Mesh,
+    settings: Sequence[Settings],
+) -> DraftOutput:
+    """`draft_step.draft` of one draft step and its settings per group: tokens, logits, confidences [D, S, block]."""
+    _check_groups(parts, mesh)
+    for part in parts:
+        check_draft(_group(cache), part, cfg)
+    return _compiled_draft(cfg, mesh)(params, cache, stack_steps(parts), stack_steps(settings))
+
+
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def _commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCache:
     return jax.vmap(lambda c, s, a: steps.commit_lengths(c, s.slot, s.start + a))(cache, step, accepted)
@@ -163,13 +209,18 @@ def _group(cache: ModelCache) -> ModelCache:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), cache)
 
 
-def _check(cache: ModelCache, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh) -> None:
+def _check_groups(parts: Sequence[Any], mesh: Mesh) -> None:
     groups = mesh.shape[DATA_AXIS]
     if len(parts) != groups:
         raise ValueError(f"there are {len(parts)} steps for the mesh's data={groups}: one per group.")
+
+
+def _check(params: steps.Params, cache: ModelCache, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh) -> None:
+    _check_groups(parts, mesh)
     check_cache(_group(cache), cfg)
     for part in parts:
         check_step(part, _group(cache))
+        check_ngrams(part, params, cfg)
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,20 +228,36 @@ def _compiled(cfg: ModelConfig, mesh: Mesh, run: str | tuple[int, ...], advance:
     """The jitted step over a mesh. run: logits of `steps` ("last" or "all"), or rows per decoder layer."""
 
     def one(params: steps.Params, cache: ModelCache, step: StepInfo):
-        cache, step = jax.tree.map(lambda leaf: leaf[0], (cache, step))
-        out, cache = steps.run_step(params, cache, step, cfg, run, advance)
-        return jax.tree.map(lambda leaf: leaf[None], (out, cache))
+        return steps.run_step(params, cache, step, cfg, run, advance)
 
-    def over_mesh(params: steps.Params, cache: ModelCache, step: StepInfo):
+    return jax.jit(_per_group(one, mesh), donate_argnums=1, compiler_options=steps.EXACT_ROUNDING)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled_draft(cfg: ModelConfig, mesh: Mesh):
+    def one(params: steps.Params, cache: ModelCache, step: DraftStep, settings: Settings) -> DraftOutput:
+        return run_draft(params, cache, step, cfg, settings)
+
+    return jax.jit(_per_group(one, mesh), compiler_options=steps.EXACT_ROUNDING)
+
+
+def _per_group(one: Callable, mesh: Mesh) -> Callable:
+    """`one(params, *group's arrays)` as a function of arrays [D, ...]: what it returns gets that axis, too."""
+
+    def group(params: steps.Params, *arrays: Any) -> Any:
+        out = one(params, *jax.tree.map(lambda leaf: leaf[0], arrays))
+        return jax.tree.map(lambda leaf: leaf[None], out)
+
+    def over_mesh(params: steps.Params, *arrays: Any) -> Any:
         # Manual along data and expert; along tensor the compiler follows the weights' placement.
         manual = jax.tree.map(_without_tensor, param_specs(params), is_leaf=lambda s: isinstance(s, PartitionSpec))
         data = PartitionSpec(DATA_AXIS)
         return jax.shard_map(
-            one, mesh=mesh, in_specs=(manual, data, data), out_specs=data, axis_names={DATA_AXIS, EXPERT_AXIS},
-            check_vma=False,
-        )(params, cache, step)  # fmt: skip
+            group, mesh=mesh, in_specs=(manual, *(data for _ in arrays)), out_specs=data,
+            axis_names={DATA_AXIS, EXPERT_AXIS}, check_vma=False,
+        )(params, *arrays)  # fmt: skip
 
-    return jax.jit(over_mesh, donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING)
+    return over_mesh
 
 
 def lower(params: Any, cache: Any, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh) -> jax.stages.Lowered:

@@ -1,54 +1,104 @@
 """The steps on a mesh of 8 virtual CPU devices, in a process of its own: equal to one device, really distributed."""
 
+import functools
 import json
+import math
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from dsflash_jax import sharding
-from tests.model.running import shallow
+from dsflash_jax import sharding, steps
+from tests.multidevice.cases import CASES, PLAIN, WHOLE
 
 ROOT = pathlib.Path(__file__).parents[2]
-CFG = shallow(n_routed_experts=8)
 
 
-@pytest.fixture(scope="module")
-def seen():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multidevice.program"], cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
+class Mesh:
+    """Sizes alone: what is checked before anything is placed."""
+
+    def __init__(self, **sizes):
+        self.shape = {"data": 1, "tensor": 1, "expert": 1} | sizes
+
+
+@functools.lru_cache
+def seen(case):
+    command = [sys.executable, "-m", "tests.multidevice.program", case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_eight_devices_compute_what_one_does(seen):
-    assert seen["devices"] == 8
-    assert max(*seen["gaps"].values(), *seen["replay_gaps"].values()) <= 1e-5
-    assert seen["bytes_differ"] == 0
-    assert seen["lengths"] == [13 + 1 + 1, 9 + 1 + 3], "each group commits its own counts"
+both_cases = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "axis", "parts"), [
-    ("experts.w1", 0, 2), ("wq_b", 0, 2), ("wo_b", 1, 2), ("attn_sink", 0, 2), ("embed", 0, 2), ("head", 0, 2),
-    ("pages", 0, 2), ("ring", 0, 2), ("state", 0, 2),
-])  # fmt: skip
-def test_a_device_holds_its_share_only(seen, name, axis, parts):
-    whole, shard = seen["shards"][name]
-    assert shard[axis] * parts == whole[axis]
+@both_cases
+def test_eight_devices_compute_what_one_does(case):
+    found = seen(case)
+    assert found["devices"] == 8
+    assert max(*found["gaps"].values(), *found["replay_gaps"].values()) <= 1e-5
+    assert found["bytes_differ"] == 0
+    assert found["lengths"] == [13 + 1 + 1, 9 + 1 + 3], "each group commits its own counts"
+
+
+SHARES = {
+    "layers.1.ffn.experts.w1.weight": 0, "layers.1.attn.wq_b.weight": 0, "layers.1.attn.wo_a.weight": 0,
+    "layers.1.attn.wo_b.weight": 1, "layers.1.attn.attn_sink": 0, "embed.weight": 0, "head.weight": 0,
+    "cache.pages": 0, "cache.ring": 0, "cache.state": 0,
+}  # fmt: skip
+WHOLE_SHARES = SHARES | {
+    "layers.1.ffn.experts.w1.scale": 0, "layers.1.ffn.experts.w2.weight": 0, "layers.1.ffn.experts.w2.scale": 0,
+    "layers.1.attn.wq_b.scale": 0, "layers.1.attn.wo_b.weight": 0, "layers.1.attn.wo_b.scale": 0,
+    "layers.2.attn.indexer.wq_b.weight": 0, "layers.2.attn.indexer.wq_b.scale": 0,
+    "layers.1.engram.embed.weight": 1, "layers.1.engram.embed.scale": 1,
+    "mtp.0.ffn.experts.w3.weight": 0, "mtp.0.ffn.experts.w3.scale": 0, "mtp.0.attn.wq_b.weight": 0,
+    "mtp.0.markov_head.embed.weight": 0, "mtp.0.markov_head.head.weight": 0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "name", "axis"),
+    [("plain", *share) for share in SHARES.items()] + [("whole", *share) for share in WHOLE_SHARES.items()],
+)
+def test_a_device_holds_its_share_only(case, name, axis):
+    whole, shard = seen(case)["shards"][name]
+    assert shard[axis] * 2 == whole[axis]
     assert [n for i, n in enumerate(shard) if i != axis] == [n for i, n in enumerate(whole) if i != axis]
 
 
 @pytest.mark.slow
-def test_no_arena_and_no_expert_weight_is_gathered(seen):
-    """Only activations move: an arena is uint8, and no expert matrix with a leading expert axis crosses devices."""
-    d, f, experts = CFG.hidden_size, CFG.moe_intermediate_size, CFG.n_routed_experts
-    moved, whole = seen["collectives"], (" u8[", f"[{experts},{f},{d}]", f"[{experts},{d},{f}]")
+@both_cases
+def test_no_arena_no_expert_weight_and_no_table_is_gathered(case):
+    """Only activations move: no pool, expert, packed weight or table, whole or a share; codes are read where they lie."""
+    found = seen(case)
+    results = [re.search(r" (\w+)\[([\d,]*)\]", name).groups() for name in found["collectives"]]
+    shapes = [(kind, tuple(map(int, shape.split(",")))) for kind, shape in results]
+    moved, codes = {shape for _, shape in shapes}, {shape for kind, shape in shapes if kind == "u8"}
+    stays = (".experts.", "cache.", ".engram.embed.", "embed.weight")
+    stays += (".wq_b.", ".wo_b.") if case == "whole" else ()
+    shares = {tuple(s) for name, both in found["shards"].items() if any(part in name for part in stays) for s in both}
     assert moved, "a mesh of eight without one collective computes eight times the same"
-    assert not [name for name in moved if any(part in name for part in whole)]
+    assert not {shape for shape in moved & shares if math.prod(shape) > 64}
+    rows_read = (16, 6)  # tokens and the table rows of each
+    assert all(shape[:2] == rows_read for shape in codes) and (case == "whole" or not codes)
+
+
+def test_packed_weights_lie_with_their_scales():
+    """Every scale of the tree has its codes' specification, and only a packed wo_b is split by its outputs."""
+    for cfg in CASES.values():
+        params = steps.abstract_params(cfg)
+        specs = dict(jax.tree_util.tree_leaves_with_path(sharding.param_specs(params), is_leaf=lambda s: s is not None))
+        specs = {tuple(getattr(key, "key", key) for key in path): spec for path, spec in specs.items()}
+        scales = [path for path in specs if path[-1] == "scale"]
+        assert all(specs[path] == specs[(*path[:-1], "weight")] for path in scales)
+        assert len(scales) == (0 if cfg is PLAIN else 4 * 10 + 2 * 1 + 1), "layers, tables and indexer"
+        split = sharding._COLUMNS if cfg is PLAIN else sharding._ROWS
+        assert specs["layers", 1, "attn", "wo_b", "weight"] == split
 
 
 @pytest.mark.parametrize(("sizes", "sentence"), [
@@ -60,10 +110,20 @@ def test_a_mesh_that_cannot_be_made_is_refused(sizes, sentence):
         sharding.make_mesh(**sizes)
 
 
-@pytest.mark.parametrize(("axis", "field"), [("tensor", "num_attention_heads"), ("expert", "n_routed_experts")])
-def test_an_axis_that_does_not_divide_is_refused(axis, field):
-    class Mesh:
-        shape = {"data": 1, "tensor": 1, "expert": 1} | {axis: 3}
-
-    with pytest.raises(ValueError, match=f"{field}=. must be divisible by the mesh's {axis}=3"):
-        sharding.check_mesh(CFG, Mesh)
+@pytest.mark.parametrize(
+    ("cfg", "axis", "sentence"),
+    [
+        (PLAIN, {"tensor": 3}, "num_attention_heads=4 must be divisible by the mesh's tensor=3"),
+        (PLAIN, {"expert": 3}, "n_routed_experts=8 must be divisible by the mesh's expert=3"),
+        (WHOLE, {"expert": 8}, "dspark_n_routed_experts=4 must be divisible by the mesh's expert=8"),
+        (
+            WHOLE.replace(engram_head_dim=32),
+            {"tensor": 2},
+            "engram_head_dim=32 must be divisible by the mesh's tensor=2 into multiples of 32, which share a scale",
+        ),
+        (WHOLE.replace(hidden_size=32), {"tensor": 2}, "hidden_size=32 must be divisible by the mesh's tensor=2 into"),
+    ],
+)
+def test_an_axis_that_does_not_divide_is_refused(cfg, axis, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sharding.check_mesh(cfg, Mesh(**axis))

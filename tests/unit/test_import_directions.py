@@ -43,7 +43,7 @@ ALLOWED = {
     "training": PRODUCTS - {"analysis"},
     "host_tables": BASE,
     "session": STEPS | {"host_tables"},
-    "sharding": STEPS,
+    "sharding": STEPS | {"speculative", "draft_step"},
     "analysis": HOST | {"weights"},
     "generate": HOST,
     "lab_text": PRODUCTS | {"generate", "speculate"},
