@@ -85,6 +85,8 @@ def _parameters(cfg: ModelConfig, seed: int, calm: float):
         names = [str(getattr(p, "key", p)) for p in path]
         if names[0] == "freqs":
             return leaf
+        if leaf.dtype == np.uint8:  # codes and exponents: an eighth of the weights that write into the streams
+            return leaf - np.uint8(3) if names[-2:] in (["wo_b", "scale"], ["w2", "scale"]) else leaf
         noise = draws.normal(size=leaf.shape).astype(np.float32)
         if names[-1] in ("attn_sink", "bias") or names[-1].endswith(("_base", "_scale")):
             return leaf + 0.5 * noise

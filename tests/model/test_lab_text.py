@@ -64,6 +64,26 @@ def test_a_stream_ends_at_the_border_of_a_document(run_folder, monkeypatch):
     assert list(stream(run_folder, TEXT, 4)) == ["A", "\n"]
 
 
+def test_drafts_are_asked_for_where_they_are_wanted(run_folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(lab_text, "speculate_tokens", lambda *_, drafts: asked.append(drafts) or iter([65, 0, 66]))
+    assert list(stream(run_folder, TEXT, 4, speculate=3)) == ["A"] and asked == [3]
+    assert list(stream(run_folder, TEXT, 4, prefill_rows=ROWS)) and asked == [3]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_draft_layers_streams_the_same_text_in_fewer_steps(tmp_path, capsys):
+    drafts = {"num_nextn_predict_layers": 1, "dspark_block_size": 3, "dspark_target_layer_ids": (1,)}
+    drafts |= {"dspark_markov_rank": 4, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1}
+    cfg = CFG.replace(**drafts)
+    arguments = ["generate", "--checkpoint", str(saved(tmp_path, cfg, steps.init_params(cfg, 1))), "--prompt", SHORT]
+    printed = []
+    for options in ([], ["--speculate", "3"]):
+        assert cli.main([*arguments, "--tokens", "20", *options]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and len(printed[0]) > 1
+
+
 def test_keys_and_values_are_written_as_they_are_printed():
     text = "a<k7>b<v12><v0>€"
     assert encode_prompt(text) == [97, FIRST_KEY + 7, 98, FIRST_VALUE + 12, FIRST_VALUE, 0x1A]
@@ -155,6 +175,8 @@ def test_command_prints_what_the_function_streams(run_folder, capsys):
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
         (["--prompt", "x", "--seed", "18446744073709551616"], "seed=18446744073709551616"),
+        (["--prompt", "x", "--tokens", "2", "--speculate", "2"], "num_nextn_predict_layers=0 must be at least 1: a model without draft"),
+        (["--prompt", "x", "--speculate", "-2"], "speculate=-2 must be 0"),
     ],
 )
 def test_command_refuses_bad_input_in_one_sentence(run_folder, capsys, options, word):

@@ -91,6 +91,25 @@ def test_a_long_prompt_runs_in_one_shape():
     assert steps._step._cache_size() == compiled
 
 
+def test_steps_of_several_long_prompts_have_one_shape():
+    """Whichever prompts the rows of a step belong to: 8 of "a", 8 of "a", one of "a" and 7 of "b", 2 of "b"."""
+    mine, shapes = session(), []
+    run = mine.run
+    mine.run = lambda planned: shapes.append(jax.tree.map(np.shape, planned.step)) or run(planned)
+    mine.append({"a": A[:17], "b": B})
+    assert len(shapes) == 4 and all(shape == shapes[0] for shape in shapes)
+
+
+def test_all_rows_of_a_prompt_passed_all_layers():
+    mine = session()
+    mine.append({"a": A[:10]})
+    mine.append({"a": A[10:11], "b": B[:1]})
+    assert (mine.floor("a"), mine.floor("b")) == (0, 0)
+    mine.close("a")
+    with pytest.raises(ValueError, match="sequence 'a' is not open"):
+        mine.floor("a")
+
+
 REFUSALS = {
     "nothing": ({}, "work names no sequence: a step needs at least one"),
     "empty": ({"a": [1], "b": []}, "sequence 'b': tokens is empty"),

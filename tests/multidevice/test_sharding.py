@@ -74,7 +74,7 @@ def test_a_device_holds_its_share_only(case, name, axis):
 @pytest.mark.slow
 @both_cases
 def test_no_arena_no_expert_weight_and_no_table_is_gathered(case):
-    """Only activations move: no pool, expert, packed weight or table, whole or a share; codes are read where they lie."""
+    """Only activations move: no pool, expert, packed weight or table, whole or a share. Codes are read in place."""
     found = seen(case)
     results = [re.search(r" (\w+)\[([\d,]*)\]", name).groups() for name in found["collectives"]]
     shapes = [(kind, tuple(map(int, shape.split(",")))) for kind, shape in results]
@@ -92,8 +92,10 @@ def test_packed_weights_lie_with_their_scales():
     """Every scale of the tree has its codes' specification, and only a packed wo_b is split by its outputs."""
     for cfg in CASES.values():
         params = steps.abstract_params(cfg)
-        specs = dict(jax.tree_util.tree_leaves_with_path(sharding.param_specs(params), is_leaf=lambda s: s is not None))
-        specs = {tuple(getattr(key, "key", key) for key in path): spec for path, spec in specs.items()}
+        leaves = jax.tree_util.tree_leaves_with_path(
+            sharding.param_specs(params), is_leaf=lambda spec: isinstance(spec, jax.sharding.PartitionSpec)
+        )
+        specs = {tuple(key.key for key in path): spec for path, spec in leaves}
         scales = [path for path in specs if path[-1] == "scale"]
         assert all(specs[path] == specs[(*path[:-1], "weight")] for path in scales)
         assert len(scales) == (0 if cfg is PLAIN else 4 * 10 + 2 * 1 + 1), "layers, tables and indexer"

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dsflash_jax import steps
-from dsflash_jax.weights.names import from_released, released_names, to_released
+from dsflash_jax.modules.linear import Buffer
+from dsflash_jax.weights.names import from_released, released_names, to_released, walk
+from dsflash_jax.weights.shapes import expected_shapes
 from tests.model import running
 
 pytestmark = pytest.mark.smoke
@@ -37,6 +40,20 @@ def test_every_tensor_comes_back_under_its_name(tensors):
         "layers.1.ffn.experts.3.w2.weight", "layers.1.ffn.shared_experts.w1.weight", "layers.2.hc_ffn_base",
     }  # fmt: skip
     assert not [name for name in tensors if "freqs" in name]
+
+
+def test_ngram_tables_are_tensors_and_rope_tables_are_not():
+    """Both are buffers, which take no gradient; only what can be computed stays out of a checkpoint."""
+    cfg = running.remembering(
+        num_nextn_predict_layers=1, dspark_block_size=2, dspark_target_layer_ids=(2,), dspark_markov_rank=4,
+        dspark_n_routed_experts=2, dspark_num_experts_per_tok=1, quant_method="fp8", expert_dtype="fp4",
+    )  # fmt: skip
+    abstract, buffers = steps.abstract_params(cfg), nnx.to_pure_dict(steps._graph(cfg)[1].filter(Buffer))
+    assert set(buffers) == {"freqs", "layers"}
+    tables = {f"layers.{layer}.engram.embed.{part}" for layer in (0, 1) for part in ("weight", "scale")}
+    assert {".".join(map(str, path)) for path, _ in walk(buffers)} == tables
+    assert tables < set(released_names(abstract)) == set(expected_shapes(cfg))
+    assert list(walk(abstract)) == list(walk({name: part for name, part in abstract.items() if name != "freqs"}))
 
 
 def test_experts_are_stacked_in_their_own_order(tensors):
