@@ -64,7 +64,8 @@ def test_a_stream_ends_at_the_border_of_a_document(run_folder, monkeypatch):
     assert list(stream(run_folder, TEXT, 4)) == ["A", "\n"]
 
 
-def test_drafts_are_asked_for_where_they_are_wanted(run_folder, monkeypatch):
+def test_a_border_inside_a_drafted_block_ends_the_text(run_folder, monkeypatch):
+    """B90, and drafts are asked for only where they are wanted."""
     asked = []
     monkeypatch.setattr(lab_text, "speculate_tokens", lambda *_, drafts: asked.append(drafts) or iter([65, 0, 66]))
     assert list(stream(run_folder, TEXT, 4, speculate=3)) == ["A"] and asked == [3]
@@ -175,7 +176,7 @@ def test_command_prints_what_the_function_streams(run_folder, capsys):
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
         (["--prompt", "x", "--seed", "18446744073709551616"], "seed=18446744073709551616"),
-        (["--prompt", "x", "--tokens", "2", "--speculate", "2"], "num_nextn_predict_layers=0 must be at least 1: a model without draft"),
+        (["--prompt", "x", "--tokens", "2", "--speculate", "2"], "a model without draft layers cannot draft"),
         (["--prompt", "x", "--speculate", "-2"], "speculate=-2 must be 0"),
     ],
 )

@@ -184,7 +184,11 @@ def test_logits_behind_a_rejected_draft_stop_nothing():
 # -- the draft layers themselves --
 
 
-REQUESTS = [(name, running.prompt(n, n), new, WARM, 7 * n) for name, n, new in (("a", 4, 10), ("b", 7, 6), ("c", 5, 9))]
+REQUESTS = [
+    ("a", running.prompt(4, 4), 10, WARM, 28),
+    ("b", running.prompt(7, 7), 6, Sampling(temperature=0.8, top_k=40, top_p=0.9), 49),
+    ("c", running.prompt(5, 5), 9, Sampling(), 35),
+]
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_every_batch():
