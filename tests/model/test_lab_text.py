@@ -73,7 +73,7 @@ def test_a_border_inside_a_drafted_block_ends_the_text(run_folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_draft_layers_streams_the_same_text_in_fewer_steps(tmp_path, capsys):
+def test_a_checkpoint_with_draft_layers_streams_the_same_text_with_drafts(tmp_path, capsys):
     drafts = {"num_nextn_predict_layers": 1, "dspark_block_size": 3, "dspark_target_layer_ids": (1,)}
     drafts |= {"dspark_markov_rank": 4, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 1}
     cfg = CFG.replace(**drafts)
