@@ -92,9 +92,7 @@ def _at_step(trace: Trace, key: str, step: int | None) -> np.ndarray:
     return array[int(np.flatnonzero(steps_of == step)[0])]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING
-)
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING)
 def forced_step(params: steps.Params, cache: ModelCache, step: StepInfo, given: list[dict], cfg: ModelConfig):
     """As `steps.trace_step`, but every part takes the recorded rows `given` of `recorded_inputs` as its input."""
     model = steps.bind(params, cfg)

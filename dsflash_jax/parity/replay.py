@@ -25,7 +25,7 @@ from dsflash_jax.draft_step import Anchor, make_draft_step, trace_draft
 from dsflash_jax.modules.dspark import draft_roles
 from dsflash_jax.ops.ngram_hash import EXCLUDED
 from dsflash_jax.parity.golden import Trace
-from dsflash_jax.parity.rules import CachedRows
+from dsflash_jax.parity.verdicts import CachedRows
 from dsflash_jax.roles import layer_roles
 
 # Prompts are padded to at least this many rows, so that cases of one model share a compiled prefill.

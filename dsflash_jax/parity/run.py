@@ -17,13 +17,14 @@ from dsflash_jax.parity.flips import flipped_queries
 from dsflash_jax.parity.golden import MODES, Trace, load_trace, read_arrays
 from dsflash_jax.parity.layerwise import replay_layers
 from dsflash_jax.parity.replay import in_small_pages, replay, replay_served
-from dsflash_jax.parity.rules import (
+from dsflash_jax.parity.rules import Comparison
+from dsflash_jax.parity.units import ASSUMED, judge_units
+from dsflash_jax.parity.verdicts import (
     ATOL_RULE,
     FLIPS,
     QUERY_FLIPS,
     TABLE_ATOL,
     ULP_RULE,
-    Comparison,
     Verdict,
     flip_budget,
     identical,
@@ -31,7 +32,6 @@ from dsflash_jax.parity.rules import (
     unruled,
     within_atol,
 )
-from dsflash_jax.parity.units import ASSUMED, judge_units
 
 INPUTS = {"input_ids", "token_types"}
 # End to end the bfloat16 logits of a calm case (sub-layer outputs scaled down to CALM_GAIN) stay this close to its

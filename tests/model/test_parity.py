@@ -17,13 +17,11 @@ from dsflash_jax.parity.rules import (
     FLOATS,
     SELECTING,
     STATES,
-    CachedRows,
-    Verdict,
     best_entries,
-    query_flip_budget,
 )
 from dsflash_jax.parity.run import compare, judge_calm, judge_hashes, judge_served, judge_tables, verdicts_of
 from dsflash_jax.parity.units import judge_units
+from dsflash_jax.parity.verdicts import CachedRows, Verdict, query_flip_budget
 from tests.model import oracle_golden
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
