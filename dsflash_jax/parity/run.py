@@ -16,6 +16,7 @@ from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.parity.flips import flipped_queries
 from dsflash_jax.parity.golden import MODES, Trace, load_trace, read_arrays
 from dsflash_jax.parity.layerwise import replay_layers
+from dsflash_jax.parity.recorded import compared_arrays
 from dsflash_jax.parity.replay import in_small_pages, replay, replay_served
 from dsflash_jax.parity.rules import Comparison
 from dsflash_jax.parity.units import ASSUMED, judge_units
@@ -105,7 +106,11 @@ def _trace_row(name: str, trace: Trace, path: pathlib.Path) -> dict[str, Any]:
     if trace.mode == "f32":
         return _summary(name, verdicts + judge_served(trace), "traced and served")
     calm = judge_calm(trace, path)
-    return _summary(name, verdicts + calm, "layer by layer, logits end to end" if calm else "layer by layer")
+    note = "layer by layer, logits end to end" if calm else "layer by layer"
+    if trace.starts_behind_prompt:
+        left_out = len(trace.arrays) - len(compared_arrays(trace))
+        note += f", decode steps from the recorded caches ({left_out} arrays of the cut prompt not compared)"
+    return _summary(name, verdicts + calm, note)
 
 
 def _plain_row(name: str, status: str, detail: str) -> dict[str, Any]:
@@ -116,7 +121,7 @@ def compare(trace: Trace) -> Comparison:
     """The trace beside this package's arrays: float32 end to end, bfloat16 part by part from recorded inputs."""
     ours = replay_layers(trace) if trace.mode.startswith("bf16") else replay(trace)
     explain = functools.partial(flipped_queries, trace, ours)
-    return Comparison(trace.cfg, trace.prompt, trace.arrays, ours, explain, trace.meta.get("keep_last"))
+    return Comparison(trace.cfg, trace.prompt, compared_arrays(trace), ours, explain, trace.meta.get("keep_last"))
 
 
 def verdicts_of(comparison: Comparison) -> list[Verdict]:
