@@ -6,7 +6,6 @@ import pathlib
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,20 +114,20 @@ def test_the_rule_loses_nothing_of_the_targets_distribution():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_blocks_are_accepted_as_the_loop_does(seed):
-    """Blocks of 1 to 6, zeros on either side, equal sides, and drafts behind `count` that nobody verified."""
-    rng = np.random.default_rng(seed)
-    vocab, block = int(rng.integers(2, 9)), int(rng.integers(1, 7))
+    """Blocks of 0 to 6 of which any number was verified, zeros on either side, equal sides, 2 to 8 tokens."""
+    rng, block, vocab = np.random.default_rng(seed), 6, 8
     p, q = distributions(rng, block + 1, vocab), distributions(rng, block, vocab, rng.choice([0.0, 2.0]))
+    outside = np.arange(vocab) >= rng.integers(2, vocab + 1)
     for side in (p, q):
-        side[rng.random(side.shape) < 0.2] = 0
+        side[(rng.random(side.shape) < 0.2) | outside] = 0
         side[np.sum(side, axis=-1) == 0, 0] = 1
         side /= side.sum(-1, keepdims=True)
     if seed % 3 == 0:
         p[: block - seed % 2] = q[: block - seed % 2]
     drafts = np.array([rng.choice(vocab, p=row / row.sum()) for row in q.astype(float)], np.int32)
-    uniform, count = rng.random(block).astype(np.float32), int(rng.integers(0, block + 1))
+    uniform, count = rng.random(block).astype(np.float32), seed % (block + 1)
     accepted, weights = speculation.accept(p[: count + 1], q[:count], drafts[:count], uniform[:count])
-    ours, our_weights = accept_block(*map(jnp.asarray, (p, q, drafts)), count, jnp.asarray(uniform))
+    ours, our_weights = jax.jit(accept_block)(p, q, drafts, count, uniform)
     assert int(ours) == accepted
     np.testing.assert_allclose(np.asarray(our_weights) / np.sum(our_weights), weights, atol=1e-6)
 
@@ -148,12 +147,17 @@ def test_greedy_blocks_are_accepted_as_the_loop_does():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_confidences_choose_the_lengths_that_the_loop_does(seed):
-    """Costs of random shape, limits below and above the block, repeated confidences for ties, zeros and ones."""
+    """Costs of random shape or flat, limits below and above the block, repeated confidences for ties, zeros, ones.
+
+    On flat costs a draft without any chance leaves the rate as it is: it does not grow, so the search ends there.
+    """
     rng = np.random.default_rng(seed)
     sequences, block = int(rng.integers(1, 6)), int(rng.integers(1, 7))
     confidence = np.round(rng.random((sequences, block)), 1) if seed % 2 else rng.random((sequences, block))
+    confidence[rng.random(confidence.shape) < 0.1] = 0
     limits = rng.integers(0, block + 2, sequences).tolist()
     rows = sorted(set(rng.integers(1, 40, 5).tolist()))
-    costs = CostTable(tuple(rows), tuple(np.sort(rng.random(len(rows)) ** 2 + 0.5).tolist()))
+    seconds = np.sort(rng.random(len(rows)) ** 2 + 0.5) if seed % 3 else np.ones(len(rows))
+    costs = CostTable(tuple(rows), tuple(seconds.tolist()))
     expected = speculation.lengths(confidence, limits, costs.rate)
     assert confidence_lengths(confidence, limits, costs) == expected
