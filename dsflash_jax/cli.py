@@ -123,6 +123,9 @@ def parity(
     from dsflash_jax.parity import run_parity
 
     report = run_parity(directory, case, mode)
+    for row in report["rows"]:
+        if "traceback" in row:
+            print(f"{row['case']}: {row.pop('traceback')}", file=sys.stderr)
     _print_report(report, as_json, f"Parity with {directory.name}")
     return 0 if report["passed"] else 1
 

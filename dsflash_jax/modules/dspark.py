@@ -130,46 +130,53 @@ def window_positions(step: DraftStep, window: int) -> jax.Array:
     return jnp.where(seen, position, -1)
 
 
+class BlockContext(NamedTuple):
+    """What all rows of a block and all draft layers share."""
+
+    rope: Rope  # at the block's positions
+    window: jax.Array  # int32[S, w] positions whose window rows are seen, -1 = none
+    inside: jax.Array  # bool[S, block]: rows beyond the context end are no keys
+
+
+def enter_block(model: Transformer, step: DraftStep) -> tuple[jax.Array, jax.Array, BlockContext]:
+    """(streams [S, block, hc, d], pre [S, block, hc], context) that enter the first draft layer.
+
+    The next token stands at position `length`, the number of committed tokens, and the noise behind it.
+    """
+    cfg = model.cfg
+    noise = jnp.full((step.tokens.shape[0], cfg.dspark_block_size - 1), cfg.dspark_noise_token_id, jnp.int32)
+    tokens = jnp.concatenate([step.tokens[:, None], noise], axis=1)
+    position = step.length[:, None] + jnp.arange(cfg.dspark_block_size)
+    cos, sin = model.freqs.by_name()["swa"]
+    at = jnp.minimum(position, cfg.max_position_embeddings - 1)
+    inside = position < cfg.max_position_embeddings
+    context = BlockContext((cos[at], sin[at]), window_positions(step, cfg.sliding_window), inside)
+    return *initial_streams(model.embed_tokens(tokens, jnp.full_like(tokens, -1)), cfg), context
+
+
 def draft_block(
     model: Transformer, step: DraftStep, cache: ModelCache, choose: Choose, captures: list[dict] | None = None
 ) -> DraftOutput:
     """Drafts a block behind each sequence's next token; reads the caches and writes nothing.
 
-    The next token stands at position `length`, the number of committed tokens, and the noise behind it.
     `captures`, when given, receives one dict of intermediate arrays per draft layer.
     """
-    cfg = model.cfg
-    seqs, block = step.tokens.shape[0], cfg.dspark_block_size
-    noise = jnp.full((seqs, block - 1), cfg.dspark_noise_token_id, jnp.int32)
-    tokens = jnp.concatenate([step.tokens[:, None], noise], axis=1)
-    position = step.length[:, None] + jnp.arange(block)
-    cos, sin = model.freqs.by_name()["swa"]
-    at = jnp.minimum(position, cfg.max_position_embeddings - 1)
-    rope = (cos[at], sin[at])
-    visible = _Visible(window_positions(step, cfg.sliding_window), position < cfg.max_position_embeddings)
-    streams, pre = initial_streams(model.embed_tokens(tokens, jnp.full_like(tokens, -1)), cfg)
+    streams, pre, context = enter_block(model, step)
     for layer in model.mtp:
         capture = None if captures is None else {}
-        streams, pre = _draft_layer(layer, streams, pre, rope, visible, step, cache, capture)
+        streams, pre = _draft_layer(layer, streams, pre, context, step, cache, capture)
         if captures is not None:
             captures.append(capture)
-    return _draft_heads(model, collapse(streams, pre), step.tokens, choose)
+    return draft_heads(model, collapse(streams, pre), step.tokens, choose)
 
 
-class _Visible(NamedTuple):
-    """What every row of a block sees: the same for all its rows and all draft layers."""
-
-    window: jax.Array  # int32[S, w] positions, -1 = none
-    block: jax.Array  # bool[S, block]: rows beyond the context end are no keys
-
-
-def _draft_layer(layer, streams, pre, rope: Rope, visible: _Visible, step: DraftStep, cache: ModelCache, capture):
+def _draft_layer(layer, streams, pre, context: BlockContext, step: DraftStep, cache: ModelCache, capture):
     cfg = layer.attn.cfg
 
     def attention(x: jax.Array) -> jax.Array:
         x = layer.attn_norm(x)
-        out = _draft_attention(layer.attn, x, rope, visible, step, cache)
-        _record(capture, attn_in=x, attn_out=out, window_positions=visible.window)
+        out = draft_attention(layer.attn, x, context, step, cache)
+        _record(capture, attn_in=x, attn_out=out, window_positions=context.window)
         return out
 
     def feed_forward(x: jax.Array) -> jax.Array:
@@ -184,17 +191,17 @@ def _draft_layer(layer, streams, pre, rope: Rope, visible: _Visible, step: Draft
     return streams, pre
 
 
-def _draft_attention(
-    attn: Attention, x: jax.Array, rope: Rope, visible: _Visible, step: DraftStep, cache: ModelCache
+def draft_attention(
+    attn: Attention, x: jax.Array, context: BlockContext, step: DraftStep, cache: ModelCache
 ) -> jax.Array:
     """x [S, block, d]: every row attends to the window and to all rows of its block, whose keys are not stored."""
-    member = cache_layout(attn.cfg).ring[attn.role.layer]
+    member, rope = cache_layout(attn.cfg).ring[attn.role.layer], context.rope
     q, _ = attn.query(x, rope)
     fresh = member.format.fake_quant(attn.window_latent(x, rope)).astype(jnp.float32)
-    slot = jnp.broadcast_to(step.slot[:, None], visible.window.shape)
-    page, offset = member.ring_address(slot, jnp.maximum(visible.window, 0))
+    slot = jnp.broadcast_to(step.slot[:, None], context.window.shape)
+    page, offset = member.ring_address(slot, jnp.maximum(context.window, 0))
     old = member.format.unpack(read_bytes(cache.ring, page, offset, member.row_bytes), member.width)
-    valid = jnp.concatenate([visible.window >= 0, visible.block], axis=1)
+    valid = jnp.concatenate([context.window >= 0, context.inside], axis=1)
     # Unseen rows may hold any bytes; 0 * NaN would poison the product.
     keys = jnp.where(valid[..., None], jnp.concatenate([old, fresh], axis=1), 0.0)
     sink = attn.attn_sink[...]
@@ -205,7 +212,7 @@ def _draft_attention(
     return attn.output(jax.vmap(one)(q, keys, valid), rope)
 
 
-def _draft_heads(model: Transformer, hidden: jax.Array, tokens: jax.Array, choose: Choose) -> DraftOutput:
+def draft_heads(model: Transformer, hidden: jax.Array, tokens: jax.Array, choose: Choose) -> DraftOutput:
     """Logits of the shared head, corrected and chosen from left to right; hidden [S, block, d] before the norm."""
     last = model.mtp[-1]
     base = model.head.f32(last.norm(hidden))

@@ -22,7 +22,7 @@ from dsflash_jax.ops.linear import linear_f32
 from dsflash_jax.ops.norms import rms_norm
 from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.parity.golden import Trace
-from dsflash_jax.parity.rules import FLOAT_ATOL, bf16_ulp, differences
+from dsflash_jax.parity.verdicts import FLOAT_ATOL, bf16_ulp, differences
 from dsflash_jax.roles import kv_owners, layer_roles
 
 # In units of the value's FP4 group scale, or of its own last place in bfloat16: some hundred times the float32

@@ -51,6 +51,11 @@ class Trace:
         return self.meta["T"]
 
     @property
+    def starts_behind_prompt(self) -> bool:
+        """Whether only the decode steps can be replayed: part by part, and of the prompt the last rows are recorded."""
+        return self.mode.startswith("bf16") and 0 < (self.meta.get("keep_last") or 0) < self.prompt
+
+    @property
     def decoded(self) -> int:
         """Single-token decode steps N."""
         return self.meta["ndec"]
@@ -80,10 +85,6 @@ def load_trace(path: pathlib.Path) -> Trace | list[str]:
     meta = json.loads(str(arrays.pop("meta_json")))
     reference = json.loads(str(arrays.pop("config_json")))
     unbuilt = unbuilt_parts(reference)
-    if mode.startswith("bf16") and meta.get("keep_last"):
-        unbuilt.append("bfloat16 decode steps from recorded caches (the prompt was cut)")
-    if mode.startswith("bf16") and reference.get("n_mtp_layers"):
-        unbuilt.append("draft layers in bfloat16")
     if unbuilt:
         return unbuilt
     dtype = "bfloat16" if mode.startswith("bf16") else "float32"

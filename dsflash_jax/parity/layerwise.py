@@ -2,13 +2,17 @@
 
 End to end a random bfloat16 model is chaotic: one selection that falls the other way changes everything behind it. So
 nothing computed here feeds anything but the caches, which thereby hold what the recorded inputs put there. Attention
-uses the recorded selection; an index source's own selection is computed beside it from the same caches.
+uses the recorded selection; an index source's own selection is computed beside it from the same caches. A draft block
+is corrected by the recorded tokens; the tokens that it would have chosen itself are what is compared.
+
+Of a long prompt the files hold the last rows only: there the decode steps start from the recorded caches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,19 +22,26 @@ import numpy as np
 from dsflash_jax import steps
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
+from dsflash_jax.modules.dspark import (
+    DraftOutput,
+    draft_attention,
+    draft_heads,
+    enter_block,
+    is_target,
+    seed_windows,
+    target_hidden,
+)
+from dsflash_jax.modules.hyper_connections import run_sublayer
 from dsflash_jax.modules.layer import StepContext, attention_step
-from dsflash_jax.modules.selection import select, tile_rows
-from dsflash_jax.modules.step_index import make_tiles
+from dsflash_jax.modules.selection import select
 from dsflash_jax.modules.transformer import Layer, Transformer, commit_lengths
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.parity.golden import Trace
+from dsflash_jax.parity.recorded import MEMORY, recorded_cache, recorded_drafts, recorded_inputs
 from dsflash_jax.parity.replay import Rows, batch_step, page_tables, replay_with
-from dsflash_jax.roles import LayerRole, layer_roles
-from dsflash_jax.types import Published, StepInfo
-
-STREAMS = ("attn_in", "attn_out", "ffn_in", "ffn_out", "h_out")
-MEMORY = "engram_out"  # recorded in Engram layers only
+from dsflash_jax.roles import LayerRole
+from dsflash_jax.sampling import greedy
+from dsflash_jax.types import DraftStep, Published, StepInfo
 
 
 def replay_layers(trace: Trace) -> dict[str, Any]:
@@ -43,72 +54,56 @@ def replay_layers(trace: Trace) -> dict[str, Any]:
         captured[-1]["logits_all"] = logits
         return captured, cache
 
-    return replay_with(trace, run)
+    def draft(cache: ModelCache, step: DraftStep):
+        given, tokens = recorded_drafts(trace, int(step.length[0]) - trace.prompt - 1)
+        step = dataclasses.replace(step, tokens=tokens[:, 0])
+        return forced_draft(trace.params, cache, step, given, tokens[:, 1:], trace.cfg)
+
+    return replay_with(trace, run, draft, recorded_cache(trace) if trace.starts_behind_prompt else None)
 
 
-def recorded_inputs(trace: Trace, phase: Rows, num_rows: int) -> list[dict[str, np.ndarray]]:
-    """Per layer, and finally for the head, the recorded arrays of one phase as rows [num_rows, ...], zero padded."""
-    cfg, given = trace.cfg, []
-    prefix, step = ("prefill", None) if phase.start == 0 else ("decode", phase.start - trace.prompt)
-
-    def rows(key: str) -> np.ndarray:
-        array = trace.arrays[key] if step is None else trace.arrays[key][step]
-        flat = array.reshape(phase.batch * phase.count, *array.shape[2:])
-        return np.pad(flat, [(0, num_rows - len(flat))] + [(0, 0)] * (flat.ndim - 1))
-
-    for role in layer_roles(cfg):
-        at = f"L{role.layer}/{prefix}/"
-        names = STREAMS + ((MEMORY,) if role.layer in cfg.engram_layer_ids else ())
-        layer = {name: jnp.asarray(rows(at + name), cfg.dtype) for name in names}
-        layer["pre_mix_out"] = rows(at + "pre_mix_out")
-        if role.indexes:
-            layer["selection"] = np.full((num_rows, cfg.index_topk), -1, np.int32)
-            if _recorded(trace, at + "compress_idxs", step):
-                picked = _at_step(trace, at + "compress_idxs", step).reshape(phase.batch * phase.count, -1)
-                layer["selection"][: len(picked), : picked.shape[1]] = np.maximum(picked, -1)
-        if role.builds_candidates:
-            layer["blocks"] = np.full((num_rows, cfg.candidate_topk_blocks), -1, np.int32)
-            if _recorded(trace, at + "candidates", step):
-                masks = _at_step(trace, at + "candidates", step).reshape(phase.batch * phase.count, -1)
-                for row, mask in enumerate(masks):
-                    blocks = np.flatnonzero(mask[:: cfg.candidate_block_size])
-                    layer["blocks"][row, : len(blocks)] = blocks
-        given.append(layer)
-    given.append({"final_normed": jnp.asarray(rows(f"{prefix}/final_normed"), cfg.dtype)})
-    return given
-
-
-def _recorded(trace: Trace, key: str, step: int | None) -> bool:
-    if key not in trace.arrays:
-        return False
-    return step is None or f"{key}@steps" not in trace.arrays or step in trace.arrays[f"{key}@steps"]
-
-
-def _at_step(trace: Trace, key: str, step: int | None) -> np.ndarray:
-    array = trace.arrays[key]
-    if step is None:
-        return array
-    steps_of = trace.arrays.get(f"{key}@steps", np.arange(len(array)))
-    return array[int(np.flatnonzero(steps_of == step)[0])]
-
-
-@functools.partial(
-    jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING
-)
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("cache",), compiler_options=steps.EXACT_ROUNDING)
 def forced_step(params: steps.Params, cache: ModelCache, step: StepInfo, given: list[dict], cfg: ModelConfig):
     """As `steps.trace_step`, but every part takes the recorded rows `given` of `recorded_inputs` as its input."""
     model = steps.bind(params, cfg)
-    context = StepContext(step, make_tiles(step, tile_rows(step, cfg)), model.freqs.by_name())
-    before = jnp.full_like(step.tokens, -1)
-    streams, pre = initial_streams(model.embed_tokens(step.tokens, before), cfg)
-    published, captures = Published(None, None), []
+    context = model.context(step)
+    streams, pre = model.embed_step(step)
+    published, captures, targets = Published(None, None), [], []
     for layer, inputs in zip(model.layers, given[:-1], strict=True):
+        if is_target(cfg, layer.attn.role.layer):
+            targets.append(target_hidden(inputs.get(MEMORY, streams)))
         capture, cache, published = _forced_layer(layer, streams, pre, context, cache, published, inputs)
         captures.append(capture)
         streams, pre = inputs["h_out"], inputs["pre_mix_out"]
     final, logits = _forced_head(model, streams, pre, given[-1])
+    if targets:
+        final["main_hidden"] = jnp.concatenate(targets, axis=-1)
+        cache = seed_windows(model.mtp, given[-1]["main_hidden"], context, cache, cfg)
     captures.append(final)
     return logits, commit_lengths(cache, step.slot, step.length), captures
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), compiler_options=steps.EXACT_ROUNDING)
+def forced_draft(
+    params: steps.Params, cache: ModelCache, step: DraftStep, given: list[dict], tokens: jax.Array, cfg: ModelConfig
+) -> tuple[DraftOutput, list[dict]]:
+    """As `draft_step.trace_draft`, but every part takes its recorded input: `given`, `tokens` of `recorded_drafts`."""
+    model = steps.bind(params, cfg)
+    streams, pre, context = enter_block(model, step)
+    captures, own = [], []
+    for layer, inputs in zip(model.mtp, given, strict=True):
+        attention = functools.partial(draft_attention, layer.attn, context=context, step=step, cache=cache)
+        captures.append(
+            {"window_positions": context.window} | _forced_sublayers(layer, streams, pre, inputs, attention)
+        )
+        streams, pre = inputs["h_out"], inputs["pre_mix_out"]
+
+    def choose(i: int, logits: jax.Array) -> jax.Array:
+        own.append(greedy(logits))
+        return tokens[:, i]
+
+    drafted = draft_heads(model, collapse(streams, pre), step.tokens, choose)
+    return drafted._replace(tokens=jnp.stack(own, axis=1)), captures
 
 
 def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: ModelCache, published: Published, given):
@@ -117,28 +112,43 @@ def _forced_layer(layer: Layer, streams, pre, context: StepContext, cache: Model
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache, published
-        capture["attn_in"] = layer.attn_norm(x)
-        capture["attn_out"], cache, published = _forced_attention(layer, context, cache, published, given, capture)
-        return given["attn_out"]
+        out, cache, published = _forced_attention(layer, x, context, cache, published, given, capture)
+        return out
 
-    def feed_forward(x: jax.Array) -> jax.Array:
-        capture["ffn_in"] = layer.ffn_norm(x)
-        capture["ffn_out"] = layer.ffn(given["ffn_in"], capture)
-        return given["ffn_out"]
-
-    cfg = layer.attn.cfg
     if layer.engram is not None:
         capture[MEMORY] = layer.engram(streams, context.step.ngrams)
         streams = given[MEMORY]
-    streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
-    streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
-    capture |= {"h_out": streams, "pre_mix_out": pre}
+    capture |= _forced_sublayers(layer, streams, pre, given, attention)
     return capture, cache, published
 
 
-def _forced_attention(layer: Layer, context: StepContext, cache: ModelCache, published: Published, given, capture):
+def _forced_sublayers(
+    layer: Layer, streams: jax.Array, pre: jax.Array, given: dict, attend: Callable[[jax.Array], jax.Array]
+) -> dict[str, Any]:
+    """Captured arrays of both sub-layers, each between recorded arrays; attend: attn_in -> attn_out."""
+    capture: dict[str, Any] = {}
+
+    def attention(x: jax.Array) -> jax.Array:
+        capture["attn_in"] = layer.attn_norm(x)
+        capture["attn_out"] = attend(given["attn_in"])
+        return given["attn_out"]
+
+    def feed_forward(x: jax.Array) -> jax.Array:
+        capture["ffn_in"], rows = layer.ffn_norm(x), given["ffn_in"]
+        capture["ffn_out"] = layer.ffn(rows.reshape(-1, rows.shape[-1]), capture).reshape(rows.shape)
+        return given["ffn_out"]
+
+    cfg = layer.attn.cfg
+    streams, pre = run_sublayer(streams, pre, layer.hc_attn(), attention, cfg, capture, "attn")
+    streams, pre = run_sublayer(streams, pre, layer.hc_ffn(), feed_forward, cfg, capture, "ffn")
+    return capture | {"h_out": streams, "pre_mix_out": pre}
+
+
+def _forced_attention(
+    layer: Layer, x: jax.Array, context: StepContext, cache: ModelCache, published: Published, given, capture
+):
     """(attention output, cache, what is published next), with the recorded selection in every role."""
-    attn, x = layer.attn, given["attn_in"]
+    attn = layer.attn
     role: LayerRole = attn.role
     pool = published
     if role.indexes:

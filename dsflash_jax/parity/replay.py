@@ -22,11 +22,12 @@ from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.draft_step import Anchor, make_draft_step, trace_draft
-from dsflash_jax.modules.dspark import draft_roles
+from dsflash_jax.modules.dspark import DraftOutput, draft_roles
 from dsflash_jax.ops.ngram_hash import EXCLUDED
 from dsflash_jax.parity.golden import Trace
-from dsflash_jax.parity.rules import CachedRows
+from dsflash_jax.parity.verdicts import CachedRows
 from dsflash_jax.roles import layer_roles
+from dsflash_jax.types import DraftStep
 
 # Prompts are padded to at least this many rows, so that cases of one model share a compiled prefill.
 PREFILL_ROWS = 64
@@ -50,6 +51,8 @@ class Rows:
 
 # (cache, tokens [B, n], phase) -> (one dict of arrays per layer and a final one, cache).
 RunPhase = Callable[[ModelCache, np.ndarray, Rows], tuple[list[dict[str, Any]], ModelCache]]
+# (cache, anchors) -> (drafted blocks, one dict of arrays per draft layer).
+RunDraft = Callable[[ModelCache, DraftStep], tuple[DraftOutput, list[dict[str, Any]]]]
 
 
 def replay(trace: Trace) -> dict[str, Any]:
@@ -61,7 +64,10 @@ def replay(trace: Trace) -> dict[str, Any]:
         captured[-1]["logits_all"] = logits
         return captured, cache
 
-    return replay_with(trace, run)
+    def draft(cache: ModelCache, step: DraftStep):
+        return trace_draft(trace.params, cache, step, trace.cfg)
+
+    return replay_with(trace, run, draft)
 
 
 def in_small_pages(trace: Trace) -> Trace:
@@ -92,25 +98,38 @@ def replay_served(trace: Trace, shuffled: bool = False) -> dict[str, Any]:
     return ours | cache_arrays(cfg, cache, tables, prompt + trace.decoded, "final")
 
 
-def replay_with(trace: Trace, run: RunPhase) -> dict[str, Any]:
-    """Golden names -> arrays, from a `run` that gives per phase one dict of arrays per layer and a final one."""
-    cfg, ids, cache, tables = trace.cfg, trace.arrays["input_ids"], empty_cache(trace), page_tables(trace)
-    phase = Rows(trace.batch, trace.prompt, 0)
-    captured, cache = run(cache, ids[:, : trace.prompt], phase)
-    ours = _phase_arrays(trace, captured, phase, "prefill")
-    ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
-    ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
+def replay_with(trace: Trace, run: RunPhase, draft: RunDraft, cache: ModelCache | None = None) -> dict[str, Any]:
+    """Golden names -> arrays, from a `run` that gives per phase one dict of arrays per layer and a final one.
+
+    cache: the caches behind the prompt, from which only the decode steps are run; without it the prompt is run too.
+    """
+    cfg, tables = trace.cfg, page_tables(trace)
+    if cache is None:
+        ours, cache = _prefill_arrays(trace, run)
+    else:
+        ours = {}
+        if trace.ngram_hash is not None:
+            ours["prefill/engram_hashes"] = ngram_rows(trace, Rows(trace.batch, trace.prompt, 0))
     ours |= cache_arrays(cfg, cache, tables, trace.prompt, "prefill")
     decoded: list[dict[str, Any]] = []
     for n in range(trace.decoded):
         phase = Rows(trace.batch, 1, trace.prompt + n)
-        captured, cache = run(cache, ids[:, phase.start : phase.start + 1], phase)
+        captured, cache = run(cache, trace.arrays["input_ids"][:, phase.start : phase.start + 1], phase)
         decoded.append(_phase_arrays(trace, captured, phase, "decode"))
         decoded[-1]["decode/logits"] = decoded[-1]["decode/logits_all"][:, 0]
         decoded[-1]["decode/output_ids"] = decoded[-1]["decode/logits"].argmax(-1)
-        decoded[-1] |= draft_arrays(trace, cache, phase, decoded[-1]["decode/output_ids"])
+        decoded[-1] |= draft_arrays(trace, cache, phase, decoded[-1]["decode/output_ids"], draft)
     ours |= {key: stack_padded([arrays[key] for arrays in decoded]) for key in (decoded[0] if decoded else ())}
     return ours | cache_arrays(cfg, cache, tables, trace.prompt + trace.decoded, "final")
+
+
+def _prefill_arrays(trace: Trace, run: RunPhase) -> tuple[dict[str, Any], ModelCache]:
+    phase = Rows(trace.batch, trace.prompt, 0)
+    captured, cache = run(empty_cache(trace), trace.arrays["input_ids"][:, : trace.prompt], phase)
+    ours = _phase_arrays(trace, captured, phase, "prefill")
+    ours["prefill/logits_last"] = ours["prefill/logits_all"][:, -1]
+    ours["prefill/output_ids"] = ours["prefill/logits_last"].argmax(-1)
+    return ours, cache
 
 
 def _phase_arrays(trace: Trace, captured: list[dict], phase: Rows, name: str) -> dict[str, Any]:
@@ -123,14 +142,14 @@ def _phase_arrays(trace: Trace, captured: list[dict], phase: Rows, name: str) ->
     return out
 
 
-def draft_arrays(trace: Trace, cache: ModelCache, phase: Rows, next_ids: np.ndarray) -> dict[str, Any]:
+def draft_arrays(trace: Trace, cache: ModelCache, phase: Rows, next_ids: np.ndarray, draft: RunDraft) -> dict[str, Any]:
     """Golden names -> arrays of the greedy draft step behind a decode step, whose best tokens are `next_ids` [B]."""
     cfg, length = trace.cfg, phase.start + phase.count
     if not cfg.num_nextn_predict_layers or length >= cfg.max_position_embeddings:
         return {}
     anchors = [Anchor(slot, int(token), length) for slot, token in enumerate(next_ids)]
     step = make_draft_step(anchors, cfg, seqs=phase.batch)
-    drafted, captured = jax.device_get(trace_draft(trace.params, cache, step, cfg))
+    drafted, captured = jax.device_get(draft(cache, step))
     out = {"decode/spec_logits": drafted.logits, "decode/spec_confidence": drafted.confidence}
     out["decode/spec_output_ids"] = np.concatenate([next_ids[:, None], drafted.tokens], axis=1)
     for role, arrays in zip(draft_roles(cfg), captured, strict=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import traceback
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,16 @@ from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.parity.flips import flipped_queries
 from dsflash_jax.parity.golden import MODES, Trace, load_trace, read_arrays
 from dsflash_jax.parity.layerwise import replay_layers
+from dsflash_jax.parity.recorded import compared_arrays
 from dsflash_jax.parity.replay import in_small_pages, replay, replay_served
-from dsflash_jax.parity.rules import (
+from dsflash_jax.parity.rules import Comparison
+from dsflash_jax.parity.units import ASSUMED, judge_units
+from dsflash_jax.parity.verdicts import (
     ATOL_RULE,
     FLIPS,
     QUERY_FLIPS,
     TABLE_ATOL,
     ULP_RULE,
-    Comparison,
     Verdict,
     flip_budget,
     identical,
@@ -31,7 +34,6 @@ from dsflash_jax.parity.rules import (
     unruled,
     within_atol,
 )
-from dsflash_jax.parity.units import ASSUMED, judge_units
 
 INPUTS = {"input_ids", "token_types"}
 # End to end the bfloat16 logits of a calm case (sub-layer outputs scaled down to CALM_GAIN) stay this close to its
@@ -47,8 +49,9 @@ def run_parity(directory: str | pathlib.Path, case: str | None = None, mode: str
     """Compares every array of the golden files in `directory`.
 
     Returns: {"passed": bool, "rows": one per file with status "pass" | "fail" | "not built", checks, worst difference,
-    detail}. A file fails on any array that no rule consumed, if it cannot be read, and if its name is none of a golden
-    file. Not passed either if nothing was compared. Raises ValueError if nothing matches.
+    detail, and traceback where comparing raised an error}. A file fails on any array that no rule consumed, if it
+    cannot be read or compared, and if its name is none of a golden file. Not passed either if nothing was compared.
+    Raises ValueError if nothing matches.
     """
     directory = pathlib.Path(directory)
     if not directory.is_dir():
@@ -74,24 +77,34 @@ def _files(directory: pathlib.Path, case: str | None, mode: str | None) -> Itera
 
 
 def _row(path: pathlib.Path) -> dict[str, Any]:
+    """One file's row. What cannot be read fails with its reason; an error while comparing also keeps its traceback."""
     name = path.name.removesuffix(".npz")
-    units = name.startswith("units_") and "." not in name
     try:
-        if units:
-            return _unit_row(name, path)
-        if len(name.split(".")) != 2 or name.split(".")[1] not in MODES:
-            raise ValueError(f"unknown file: a trace is named CASE.MODE.npz with MODE one of {', '.join(MODES)}.")
-        trace = load_trace(path)
-        if isinstance(trace, list):
-            return _plain_row(name, "not built", ", ".join(trace))
-        return _trace_row(name, trace, path)
+        judge = _opened(name, path)
     except UNREADABLE as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         return _plain_row(name, "fail", reason) | {"failed": 1}
+    try:
+        return judge()
+    except Exception as error:  # of any kind: the other files are still compared
+        reason = f"{type(error).__name__}: {error}"
+        return _plain_row(name, "fail", reason) | {"failed": 1, "traceback": traceback.format_exc()}
 
 
-def _unit_row(name: str, path: pathlib.Path) -> dict[str, Any]:
-    verdicts, unbuilt = judge_units(name, read_arrays(path))
+def _opened(name: str, path: pathlib.Path) -> Callable[[], dict[str, Any]]:
+    """Reads a file and gives what compares it. Raises ValueError for a name of no golden file, else UNREADABLE."""
+    if name.startswith("units_") and "." not in name:
+        return functools.partial(_unit_row, name, read_arrays(path))
+    if len(name.split(".")) != 2 or name.split(".")[1] not in MODES:
+        raise ValueError(f"unknown file: a trace is named CASE.MODE.npz with MODE one of {', '.join(MODES)}.")
+    trace = load_trace(path)
+    if isinstance(trace, list):
+        return functools.partial(_plain_row, name, "not built", ", ".join(trace))
+    return functools.partial(_trace_row, name, trace, path)
+
+
+def _unit_row(name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    verdicts, unbuilt = judge_units(name, arrays)
     if not verdicts:
         return _plain_row(name, "not built", ", ".join(unbuilt)) if unbuilt else _plain_row(name, "fail", "no array")
     notes = [f"not built: {', '.join(unbuilt)}"] if unbuilt else []
@@ -105,7 +118,11 @@ def _trace_row(name: str, trace: Trace, path: pathlib.Path) -> dict[str, Any]:
     if trace.mode == "f32":
         return _summary(name, verdicts + judge_served(trace), "traced and served")
     calm = judge_calm(trace, path)
-    return _summary(name, verdicts + calm, "layer by layer, logits end to end" if calm else "layer by layer")
+    note = "layer by layer, logits end to end" if calm else "layer by layer"
+    if trace.starts_behind_prompt:
+        left_out = len(trace.arrays) - len(compared_arrays(trace))
+        note += f", decode steps from the recorded caches ({left_out} arrays of the cut prompt not compared)"
+    return _summary(name, verdicts + calm, note)
 
 
 def _plain_row(name: str, status: str, detail: str) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def compare(trace: Trace) -> Comparison:
     """The trace beside this package's arrays: float32 end to end, bfloat16 part by part from recorded inputs."""
     ours = replay_layers(trace) if trace.mode.startswith("bf16") else replay(trace)
     explain = functools.partial(flipped_queries, trace, ours)
-    return Comparison(trace.cfg, trace.prompt, trace.arrays, ours, explain, trace.meta.get("keep_last"))
+    return Comparison(trace.cfg, trace.prompt, compared_arrays(trace), ours, explain, trace.meta.get("keep_last"))
 
 
 def verdicts_of(comparison: Comparison) -> list[Verdict]:

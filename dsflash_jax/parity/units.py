@@ -25,16 +25,7 @@ from dsflash_jax.numerics.formats import get_format
 from dsflash_jax.ops import compressor, hyper_connections, indexer, moe, norms, packed, rope
 from dsflash_jax.ops.linear import linear, linear_f32
 from dsflash_jax.ops.sparse_attention import TableSource, sparse_attention
-from dsflash_jax.parity.rules import (
-    TABLE_ATOL,
-    Verdict,
-    differing_rows,
-    identical,
-    ring_positions,
-    unruled,
-    within_ulp,
-)
-from dsflash_jax.parity.rules import within_atol as _within_atol
+from dsflash_jax.parity.rules import differing_rows, ring_positions
 from dsflash_jax.parity.units_engram import (
     RELEASED_COMPRESSED,
     RELEASED_LAYERS,
@@ -42,6 +33,14 @@ from dsflash_jax.parity.units_engram import (
     judge_rows,
     judge_token_map,
 )
+from dsflash_jax.parity.verdicts import (
+    TABLE_ATOL,
+    Verdict,
+    identical,
+    unruled,
+    within_ulp,
+)
+from dsflash_jax.parity.verdicts import within_atol as _within_atol
 from dsflash_jax.types import DraftStep
 
 # Parts of the released model that this package does not build yet: file -> key prefix -> name.

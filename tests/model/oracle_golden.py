@@ -9,7 +9,7 @@ from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.weights.names import released_names
-from tests.oracles import engram, model, packed
+from tests.oracles import draft, engram, model, packed
 from tests.oracles.attention import ring_slots, window_positions
 from tests.oracles.indexer import candidate_mask
 
@@ -34,12 +34,16 @@ def write(folder: pathlib.Path, name: str, config: dict, prompt: int, decoded: i
     arrays |= _split("", "final_normed", [run["final_normed"] for run in runs], prompt)
     if memory:
         arrays |= _split("", "engram_hashes", hashes, prompt)
+    if cfg.num_nextn_predict_layers:
+        arrays |= _split("", "main_hidden", [run["main_hidden"] for run in runs], prompt)
     arrays["prefill/logits_last"] = arrays["prefill/logits_all"][:, -1]
     arrays["decode/logits"] = arrays["decode/logits_all"][:, :, 0]
     for phase, logits in (("prefill", "logits_last"), ("decode", "logits")):
         arrays[f"{phase}/output_ids"] = arrays[f"{phase}/{logits}"].argmax(-1)
     for layer in range(cfg.num_hidden_layers):
         arrays |= _layer(cfg, layer, [run["layers"][layer] for run in runs], prompt)
+    if cfg.num_nextn_predict_layers:
+        arrays |= _drafts(cfg, joined, config, freqs, runs, arrays["decode/output_ids"], prompt)
     meta = {"T": prompt, "ndec": decoded, "weights": f"{name}.weights.npz", "own_index_keys": True}
     header = {"config_json": json.dumps(config), "meta_json": json.dumps(meta)}
     tensors = {f"w/{key}": value for key, value in weights.items()} | {f"freqs/{key}": a for key, a in freqs.items()}
@@ -129,10 +133,8 @@ def _layer(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> di
 
 def _caches(cfg: ModelConfig, layer: int, records: list[dict], end: int) -> dict[str, np.ndarray]:
     """Rings, entries and the open group's rows after `end` tokens."""
-    windows, window, ratio = np.stack([r["window_rows"] for r in records]), cfg.sliding_window, cfg.layer_ratios[layer]
-    ring, last = np.zeros((len(records), window, cfg.head_dim), np.float32), np.arange(max(0, end - window), end)
-    ring[:, last % window] = windows[:, last]
-    out = {"window_kv_cache": ring}
+    ratio = cfg.layer_ratios[layer]
+    out = {"window_kv_cache": _ring(cfg, np.stack([record["window_rows"] for record in records]), end)}
     if layer in cfg.kv_source_layer_ids:
         for name, rows in (("compress_kv_cache", "main_rows"), ("index_k_cache", "index_rows")):
             out[name] = np.stack([record[rows][: end // ratio] for record in records])
@@ -143,6 +145,45 @@ def _caches(cfg: ModelConfig, layer: int, records: list[dict], end: int) -> dict
                     state[:, b, position % ratio] = rows
             out |= {"comp_kv_state": state[0], "comp_score_state": state[1]}
     return out
+
+
+def _ring(cfg: ModelConfig, rows: np.ndarray, end: int) -> np.ndarray:
+    """[B, window, D] of rows [B, T, D] by position after `end` tokens: slot = position modulo the window."""
+    window, last = cfg.sliding_window, np.arange(max(0, end - cfg.sliding_window), end)
+    ring = np.zeros((len(rows), window, cfg.head_dim), np.float32)
+    ring[:, last % window] = rows[:, last]
+    return ring
+
+
+def _drafts(cfg: ModelConfig, weights, config: dict, freqs: dict, runs: list[dict], next_ids: np.ndarray, prompt: int):
+    """A block behind every decode step, next_ids [N, B], and the draft layers' rings."""
+    lengths, out = prompt + 1 + np.arange(len(next_ids)), {}
+    found = [
+        draft.run(weights, config, freqs, run["main_hidden"], list(zip(lengths.tolist(), ids.tolist(), strict=True)))
+        for run, ids in zip(runs, next_ids.T, strict=True)
+    ]
+    blocks = [list(step) for step in zip(*(one["blocks"] for one in found), strict=True)]  # [N][B]
+    for name, key in (("logits", "spec_logits"), ("confidence", "spec_confidence"), ("tokens", "spec_output_ids")):
+        out[f"decode/{key}"] = np.array([[block[name] for block in step] for step in blocks])
+    out["decode/spec_output_ids"] = np.concatenate([next_ids[..., None], out["decode/spec_output_ids"]], axis=-1)
+    for j in range(cfg.num_nextn_predict_layers):
+        at = f"L{cfg.num_hidden_layers + j}/"
+        for name in SAME_NAME:
+            rows = np.array([[block["layers"][j][name] for block in step] for step in blocks])  # [N, B, block, ...]
+            flat = rows.reshape(len(rows), -1, rows.shape[-1]) if name.startswith("gate_") else rows
+            out[f"{at}decode/{name}"] = flat
+        out[f"{at}decode/topk_idxs"] = _padded_stack([_drafted_list(cfg, int(length), len(runs)) for length in lengths])
+        for phase, end in (("prefill", prompt), ("final", prompt + len(next_ids))):
+            rows = np.stack([one["window_rows"][j] for one in found])
+            out[f"{at}{phase}/window_kv_cache"] = _ring(cfg, rows, end)
+    return out
+
+
+def _drafted_list(cfg: ModelConfig, length: int, batch: int) -> np.ndarray:
+    """[B, block, written slots + block]: the ring's slots that hold a committed row, then the block's own rows."""
+    window, block = cfg.sliding_window, cfg.dspark_block_size
+    seen = [*range(min(window, length)), *range(window, window + block)]
+    return np.broadcast_to(np.array(seen, np.int32), (batch, block, len(seen)))
 
 
 def _selecting(cfg: ModelConfig, layer: int, records: list[dict], prompt: int) -> dict[str, np.ndarray]:

@@ -241,6 +241,19 @@ def test_an_exact_encoder_replay_continues_like_a_cold_prompt(decoder):
     assert np.abs(logits - others).max() <= FLIPPED_ATOL
 
 
+def test_a_prefix_hit_in_another_slot_reads_no_window_of_the_first():
+    """B93: the same prompt again over the cached pages of its first 16 tokens, with the first slot's rows poisoned."""
+    tokens, hit = prompt(37, seed=9), 16
+    logits, cold = run(DEEP, tokens, "exact")
+    start = encoder_restart(DEEP, hit, 37, encoder="exact", decoder="exact")
+    lost = dataclasses.replace(cold, ring=np.full_like(cold.ring, 0xFF), state=np.full_like(cold.state, np.nan))
+    chunk = Chunk(1, tokens[start:], start, TABLES[0][:2] + TABLES[1][2:], previous_token=tokens[start - 1],
+                  last_chunk=True, replay_start=start, write_floor=hit)  # fmt: skip
+    step = make_step([chunk], DEEP, rows=ROWS, pages=PAGES)
+    others, _ = steps.prefill(parameters(DEEP), lost, step, DEEP, decoder="exact")
+    assert np.abs(logits - np.asarray(others[0])).max() <= FLIPPED_ATOL
+
+
 def test_a_bounded_encoder_replay_leaves_cached_entries_alone_and_is_another_function():
     """U4: an approximation that no test may hold to equal bits; what was cached keeps its bytes."""
     tokens, hit = prompt(18, seed=9), 16
@@ -306,6 +319,7 @@ def test_a_model_without_a_decoder_is_refused_by_name():
 
 @pytest.mark.parametrize(("hit", "length"), [(-1, 9), (9, 9)])
 def test_a_hit_must_leave_a_token_to_run(hit, length):
+    """B96: a prompt that is cached whole still has its last token run, or there would be no logits."""
     with pytest.raises(ValueError, match=f"hit={hit} must lie in 0..length - 1 = {length - 1}"):
         encoder_restart(DEEP, hit, length)
 

@@ -16,6 +16,7 @@ from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
 from dsflash_jax.session import Session
 from tests.model import running
 from tests.model.comparing import assert_close_logits, assert_same_run
+from tests.oracles import norms
 from tests.properties.test_prefill_decode import check_every_split
 
 CFG = running.remembering(window_format="fp32")
@@ -157,6 +158,17 @@ def test_excluded_tokens_pass_unchanged_and_are_in_nobodys_look_back():
     other = [t if alive[i] else (t + 9) % 96 for i, t in enumerate(tokens)]
     again = make_step([Chunk(0, other, 0, [0], alive=alive)], CFG, rows=16, ngram_hash=HASH)
     assert np.array_equal(again.ngrams.index, step.ngrams.index)
+
+
+def test_memory_is_written_before_the_collapse_that_it_feeds():
+    """B65: the first attention input is the norm of stream 0 with the memory in it, not of the embedding."""
+    _, _, captures = traced([Chunk(0, A[:8], 0, [0])])
+    weight, written = np.asarray(PARAMS[BARE]["layers"][0]["attn_norm"]["weight"]), captures[0]["engram_out"][:8, 0]
+    np.testing.assert_allclose(
+        captures[0]["attn_in"][:8], norms.rms_norm(written, weight, CFG.rms_norm_eps), rtol=1e-5, atol=1e-6
+    )
+    embedded = norms.rms_norm(np.asarray(PARAMS[BARE]["embed"]["weight"])[A[:8]], weight, CFG.rms_norm_eps)
+    assert np.abs(captures[0]["attn_in"][:8] - embedded).max() > 1e-2
 
 
 def test_excluded_tokens_stay_excluded_in_the_next_chunk():

@@ -3,38 +3,34 @@
 import dataclasses
 import functools
 import io
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
-from dsflash_jax.parity import replay, run_parity
+from dsflash_jax import cli
+from dsflash_jax.parity import replay, run, run_parity
 from dsflash_jax.parity.golden import load_trace
-from dsflash_jax.parity.replay import batch_step
+from dsflash_jax.parity.recorded import compared_arrays, recorded_cache
+from dsflash_jax.parity.replay import batch_step, cache_arrays, page_tables
 from dsflash_jax.parity.rules import CACHES as CACHE_NAMES
-from dsflash_jax.parity.rules import (
-    EXACT,
-    FLOATS,
-    SELECTING,
-    STATES,
-    CachedRows,
-    Verdict,
-    best_entries,
-    query_flip_budget,
-)
+from dsflash_jax.parity.rules import STATES, best_entries
 from dsflash_jax.parity.run import compare, judge_calm, judge_hashes, judge_served, judge_tables, verdicts_of
 from dsflash_jax.parity.units import judge_units
-from tests.model import oracle_golden
+from dsflash_jax.parity.verdicts import CachedRows, Verdict, query_flip_budget
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 # The files of one model share its compiled steps: first the model's name, then its cases.
 FLOAT32 = ["A", "B_even", "B_one", "B_short", "B_window", "A_calm", "C", "C4", "D", "D_img", "E", "E_short", "F", "G"]
-RAW = ["A", "B_one", "C4"]
+RAW = ["A", "B_one", "C4", "F"]
+BFLOAT16 = ["A", "A_calm", "C", "D", "E", "F", "G"]
+STORED = {*CACHE_NAMES, *STATES}
 # Nearly all the time goes into compiling two steps per model and mode; the B cases run A's.
 MARKS = dict.fromkeys(("A.f32", "C.bf16", "units_quant"), pytest.mark.smoke)
 SLOW = (
     "A_calm.f32", "C.f32", "C4.f32", "D.f32", "D_img.f32", "E.f32", "E_short.f32", "F.f32", "G.f32", "A.f32_raw",
-    "C4.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16", "D.bf16", "G.bf16",
+    "C4.f32_raw", "F.f32_raw", "A.bf16", "A.bf16_raw", "A_calm.bf16", "D.bf16", "E.bf16", "F.bf16", "G.bf16",
 )  # fmt: skip
 MARKS |= dict.fromkeys(SLOW, pytest.mark.slow)
 
@@ -65,11 +61,55 @@ def test_the_released_decoding_with_stale_index_keys_is_reproduced(name):
     assert check(name)["worst"] < 2e-5
 
 
-@pytest.mark.parametrize("name", marked("A.bf16", "A.bf16_raw", "C.bf16", "A_calm.bf16", "D.bf16", "G.bf16"))
+@pytest.mark.parametrize("name", marked("A.bf16_raw", *(f"{case}.bf16" for case in BFLOAT16)))
 def test_every_layer_equals_the_bfloat16_reference_from_its_recorded_inputs(name):
     row = check(name)
     assert row["unit"] == "bf16 ulp" and row["worst"] <= 1
     assert ("end to end" in row["detail"]) == (name == "A_calm.bf16")
+    assert ("decode steps from the recorded caches" in row["detail"]) == (name == "F.bf16")
+
+
+SLOW_TO_PACK = ("B_one.f32", "A_calm.f32", "C4.f32", "G.bf16")  # every model compiles its own unpacking
+
+
+@pytest.mark.parametrize(
+    "name", ["E_short.f32", "F.bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TO_PACK)]
+)
+def test_recorded_caches_are_packed_to_what_was_recorded(name):
+    """A prompt of one token, two sequences, ratio 4, a window that still fills, draft layers, the cut prompt."""
+    trace = load_trace(GOLDEN / f"{name}.npz")
+    found = cache_arrays(trace.cfg, recorded_cache(trace), page_tables(trace), trace.prompt, "prefill")
+    assert found.keys() == {k for k in trace.arrays if k.split("/")[-1] in STORED and "prefill" in k}
+    for key, rows in found.items():
+        rows = rows.values if isinstance(rows, CachedRows) else rows
+        assert np.array_equal(trace.arrays[key][:, : rows.shape[1]], rows), key
+
+
+def test_of_a_cut_prompt_only_what_follows_from_uncut_arrays_is_compared():
+    trace = load_trace(GOLDEN / "F.bf16.npz")
+    extra = {"prefill/surprise": np.zeros(1), "L3/prefill/surprise": np.zeros(1)}
+    kept = compared_arrays(dataclasses.replace(trace, arrays=trace.arrays | extra)).keys()
+    prompt = {key.split("/")[-1] for key in kept if "prefill" in key}
+    assert prompt == STORED | {"engram_hashes", "surprise"}
+    assert {key for key in trace.arrays if "decode/" in key or "/final/" in key} <= kept
+    whole = dataclasses.replace(trace, meta=trace.meta | {"keep_last": trace.prompt})
+    assert compared_arrays(whole) is whole.arrays
+
+
+@pytest.mark.slow
+def test_wrong_draft_layers_and_a_wrong_recorded_cache_fail_in_bfloat16():
+    """The draft layers' parts, and decode steps that start from a cache other than the recorded one."""
+    ours = computed("F.bf16")
+    for key in ("L13/decode/attn_out", "L12/decode/ffn_out", "decode/spec_logits", "decode/main_hidden"):
+        at = np.unravel_index(np.abs(ours.golden[key]).argmax(), ours.golden[key].shape)
+        assert failures(ours, {key: altered(ours.golden[key], at, lambda x: x * (1 + 2.0**-5))}) == [key]
+    drafted = altered(ours.golden["decode/spec_output_ids"], (0, 0, -1), lambda token: token + 1)
+    assert failures(ours, {"decode/spec_output_ids": drafted}) == ["decode/spec_output_ids"]
+    trace = load_trace(GOLDEN / "F.bf16.npz")
+    for key, reader in (("L13/prefill/window_kv_cache", "L13"), ("L6/prefill/compress_kv_cache", "L6")):
+        other = altered(trace.arrays[key], (0, slice(None)), np.negative)
+        found = failures(compare(dataclasses.replace(trace, arrays=trace.arrays | {key: other})))
+        assert f"{reader}/decode/attn_out" in found and f"{reader}/decode/ffn_out" not in found
 
 
 @pytest.mark.parametrize("name", marked("units_quant", "units_ops"))
@@ -94,91 +134,6 @@ def test_a_wrong_or_unknown_hash_constant_is_a_failure(key):
     trace = load_trace(GOLDEN / "D.f32.npz")
     changed = dataclasses.replace(trace, engram=trace.engram | {key.split("/")[1]: np.asarray(7)})
     assert [v.key for v in judge_hashes(changed) if not v.passed] == [key]
-
-
-# Nothing of it is tied to the recorded files: widths, streams, window, ratios, top-k, batch and lengths differ.
-OTHER = dict(
-    vocab_size=61, dim=48, n_layers=5, n_heads=3, head_dim=96, q_lora_rank=40, rope_head_dim=12, o_groups=3,
-    o_lora_rank=16, moe_inter_dim=24, n_routed_experts=5, n_activated_experts=3, n_shared_experts=1,
-    score_func="sqrtsoftplus", gate_temp=0.8, norm_topk_prob=True, route_scale=2.0, swiglu_limit=3.0,
-    window_size=5, compress_ratios=[0, 8, 8, 1, 1], kv_source_layers=[1, 3], index_source_layers=[1, 2, 3, 4],
-    candidate_source_layer=3, candidate_topk_blocks=2, candidate_block_size=3, index_n_heads=5, index_head_dim=64,
-    index_topk=3, max_seq_len=48, rope_theta=5000.0, compress_rope_theta=90000.0, original_seq_len=0,
-    rope_factor=4, beta_fast=32, beta_slow=1, norm_eps=1e-12, hc_mult=2, hc_sinkhorn_iters=7, hc_eps=1e-5,
-)  # fmt: skip
-# The released pattern with everything between its layers cut out: four owners, three of equal ratio in one page, layers
-# that reuse a selection on both sides, and two that read the pool of the last owner.
-PATTERN = OTHER | dict(
-    dim=32, n_layers=10, head_dim=32, q_lora_rank=32, rope_head_dim=8, index_n_heads=4, index_head_dim=32,
-    window_size=4, compress_ratios=[0, 2, 2, 2, 2, 1, 1, 1, 1, 1], kv_source_layers=[1, 3, 4, 5],
-    index_source_layers=[1, 3, 4, 5, 6, 8], candidate_source_layer=5, candidate_topk_blocks=3, candidate_block_size=4,
-    index_topk=6, rope_theta=10000.0, compress_rope_theta=160000.0, original_seq_len=16, max_seq_len=64,
-    norm_eps=1e-20, hc_mult=4,
-)  # fmt: skip
-
-
-# Packed weights of other widths than recorded: 5 experts, 3 heads, matrices of 2 to 6 blocks each way.
-PACKED = PATTERN | dict(
-    dim=96, n_layers=3, n_heads=3, head_dim=64, q_lora_rank=64, moe_inter_dim=64, o_lora_rank=32,
-    compress_ratios=[0, 2, 1], kv_source_layers=[1, 2], index_source_layers=[1, 2], candidate_source_layer=2,
-    dtype="fp8", expert_dtype="fp4",
-)  # fmt: skip
-
-
-def check_oracle_golden(folder, config, prompt, decoded, batch):
-    """The row of a golden written by the loop-level oracle; fails with the arrays that differ."""
-    oracle_golden.write(folder, "other", config, prompt=prompt, decoded=decoded, batch=batch, seed=0)
-    report = run_parity(folder)
-    (row,) = report["rows"]
-    assert row["status"] == "pass" and report["passed"], row["detail"]
-    return row
-
-
-@pytest.mark.slow
-def test_models_of_other_sizes_and_lengths_are_judged(tmp_path):
-    """Entries are left out in every layer, also at ratio 8; the file holds every kind of array that has a rule."""
-    row = check_oracle_golden(tmp_path, OTHER, prompt=31, decoded=4, batch=2)
-    assert row["arrays"] > 200
-    kinds = {key.split("/")[-1] for key in [*np.load(tmp_path / "other.f32.npz").files, "engram_out", "engram_hashes"]}
-    drafted = {"main_hidden", "spec_logits", "spec_confidence", "spec_output_ids"}  # the oracle has no draft layers
-    assert kinds >= (FLOATS | SELECTING | EXACT | set(CACHE_NAMES) | STATES | {"topk_idxs"}) - drafted
-
-
-MEMORY = dict(
-    engram_layer_ids=[0, 2], engram_num_embeddings=[204, 358], engram_max_ngram_size=4, engram_vocab_size=20,
-    engram_n_heads=2, engram_head_dim=64, engram_pad_id=3, engram_compressed_vocab_size=20,
-)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_models_with_n_gram_memory_of_other_sizes_are_judged(tmp_path):
-    """4-grams, two scales per row, two streams, memory in a layer that selects; the oracle's own hashes."""
-    changes = dict(kv_source_layers=[1, 3], candidate_source_layer=3) | MEMORY
-    row = check_oracle_golden(tmp_path, OTHER | changes, prompt=17, decoded=4, batch=2)
-    assert row["arrays"] > 200
-    assert {"L0/decode/engram_out", "L2/prefill/engram_out"} <= set(np.load(tmp_path / "other.f32.npz").files)
-
-
-@pytest.mark.slow
-def test_short_prompts_record_scores_only_from_the_step_that_has_an_entry(tmp_path):
-    """Prompt 3 at ratio 8: no entry before the fifth decode step. Runs the compiled steps of the test above."""
-    check_oracle_golden(tmp_path, OTHER, prompt=3, decoded=7, batch=2)
-    files = np.load(tmp_path / "other.f32.npz")
-    assert files["L1/decode/index_score@steps"].tolist() == [4, 5, 6]
-
-
-@pytest.mark.slow
-def test_the_released_pattern_of_owners_and_readers_is_judged(tmp_path):
-    row = check_oracle_golden(tmp_path, PATTERN, prompt=43, decoded=5, batch=2)
-    assert row["arrays"] > 400
-
-
-@pytest.mark.slow
-def test_packed_weights_of_other_widths_are_judged(tmp_path):
-    check_oracle_golden(tmp_path, PACKED, prompt=13, decoded=3, batch=1)
-    weights = np.load(tmp_path / "other.weights.npz")
-    assert weights["w/layers.0.attn.wkv.weight"].dtype == np.uint8
-    assert weights["w/layers.0.attn.wkv.scale"].shape == (2, 3)
 
 
 @functools.cache
@@ -392,6 +347,25 @@ def test_a_file_that_cannot_be_read_fails_alone(tmp_path):
     assert rows["B_window.bf16"]["detail"] == "lacks 'meta_json'"
     assert rows["C.f64"]["detail"].startswith("unknown file: a trace is named CASE.MODE.npz")
     assert all(row["detail"] for row in rows.values() if row["status"] == "fail")
+
+
+def test_an_error_while_comparing_fails_one_file_and_shows_where(tmp_path, monkeypatch, capsys):
+    """A damaged file is explained in a sentence; a mistake of this package needs its traceback, on stderr."""
+    for name in ("units_quant.npz", "B_short.f32.npz", "A.weights.npz"):
+        (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
+    (tmp_path / "B_one.f32.npz").write_bytes(b"")
+
+    def broken(trace):
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr(run, "compare", broken)
+    assert cli.main(["parity", str(tmp_path), "--json"]) == 1
+    printed = capsys.readouterr()
+    rows = {row["case"]: row for row in json.loads(printed.out)["rows"]}
+    assert rows["B_short.f32"]["detail"] == "TypeError: no such thing" and rows["units_quant"]["status"] == "pass"
+    assert rows["B_one.f32"]["status"] == "fail" and not any("traceback" in row for row in rows.values())
+    assert printed.err.startswith("B_short.f32: Traceback") and "in broken" in printed.err
+    assert printed.err.count("Traceback") == 1
 
 
 def _bytes_of(**arrays):
