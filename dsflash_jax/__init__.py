@@ -23,6 +23,7 @@ _HOMES = {  # public name -> module
     "commit": "steps",
     "Session": "session",
     "NgramHash": "ops.ngram_hash",
+    "stand_in_hash": "ops.ngram_hash",
     "build_token_map": "ops.token_map",
     "HostTables": "host_tables",
     "Sampling": "sampling",

@@ -17,7 +17,7 @@ from dsflash_jax.cache.layout import cache_layout, pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.config_rules import QUANT_BLOCK
-from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
+from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash
 from dsflash_jax.replay import decoder_rows, tail_rows
 from dsflash_jax.roles import decoder_start
 from dsflash_jax.types import GLOBAL_GROUP, NgramRows, StepInfo
@@ -60,13 +60,14 @@ def make_step(
 ) -> StepInfo:
     """Packs chunks into one ragged step of `rows` rows, `seqs` sequences and block tables `pages` wide.
 
-    Sizes default to the next power of two, `pages` to no more than the longest context needs. `ngram_hash` is used with
-    Engram layers only; without one the stand-in map is hashed, which suits models that have no tokenizer.
+    Sizes default to the next power of two, `pages` to no more than the longest context needs. `ngram_hash` is what
+    Engram layers need: `NgramHash.of` a tokenizer's map, or `stand_in_hash` for a model that has no tokenizer.
 
     Raises ValueError for a chunk without tokens, token ids out of range, positions past `max_position_embeddings`,
     block tables too short or naming a page twice, repeated or negative slots, facts that contradict `start`, a context
-    too short for the n-grams, and buckets too small.
+    too short for the n-grams, Engram layers without a hash, and buckets too small.
     """
+    check_hash(ngram_hash, cfg)
     for chunk in chunks:
         _check_chunk(chunk, cfg)
     slots = [chunk.slot for chunk in chunks]
@@ -97,7 +98,7 @@ def make_step(
             per_seq[name][s] = value
         last_chunk[s] = chunk.last_chunk
         table[s, : len(chunk.pages)] = chunk.pages
-    ngrams = _ngram_rows(chunks, rows, ngram_hash or stand_in_hash(cfg)) if cfg.engram_layer_ids else None
+    ngrams = _ngram_rows(chunks, rows, ngram_hash) if cfg.engram_layer_ids else None
     return StepInfo(**per_row, **per_seq, last_chunk=last_chunk, block_tables={GLOBAL_GROUP: table}, ngrams=ngrams)
 
 
@@ -111,6 +112,13 @@ def _ngram_rows(chunks: Sequence[Chunk], rows: int, ngram_hash: NgramHash) -> Ng
         index[row : row + len(found)] = np.where(alive[:, None, None], found, -1)
         row += len(found)
     return NgramRows(index)
+
+
+def check_hash(ngram_hash: NgramHash | None, cfg: ModelConfig) -> None:
+    """Raises ValueError for Engram layers without a hash: another token map reads other rows and no error shows it."""
+    if cfg.engram_layer_ids and ngram_hash is None:
+        rule = "need ngram_hash: NgramHash.of the tokenizer's map, or stand_in_hash for a model without a tokenizer"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
 
 
 def check_tokens(tokens: Sequence[int], start: int, cfg: ModelConfig, where: str) -> None:

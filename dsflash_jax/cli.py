@@ -173,6 +173,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    speculate: Annotated[int, tyro.conf.arg(metavar="DRAFTS")] = 0,
 ) -> int:
     """Stream text from a checkpoint of `dsflash run`, through prefill and decode.
 
@@ -184,10 +185,12 @@ def generate(
         top_k: samples among that many best tokens; 0 takes all.
         top_p: samples among the best tokens that reach this probability; 1 takes all.
         seed: seed of the sampling.
+        speculate: drafts to verify per step at most, with a model that has draft layers; 0 decodes token by token.
     """
     from dsflash_jax.lab_text import stream
 
-    for piece in stream(checkpoint, prompt, tokens, temperature, seed, top_k=top_k, top_p=top_p):
+    settings = {"top_k": top_k, "top_p": top_p, "speculate": speculate}
+    for piece in stream(checkpoint, prompt, tokens, temperature, seed, **settings):
         print(piece, end="", flush=True)
     print()
     return 0

@@ -16,6 +16,7 @@ from dsflash_jax.generate import check_request, generate_tokens
 from dsflash_jax.ops.rope import model_tables
 from dsflash_jax.sampling import Sampling
 from dsflash_jax.session import PREFILL_ROWS
+from dsflash_jax.speculate import speculate_tokens
 from dsflash_jax.steps import Params, abstract_params
 from dsflash_jax.training import checkpoints
 from dsflash_jax.training.vocabulary import (
@@ -42,23 +43,28 @@ def stream(
     *,
     top_k: int = 0,
     top_p: float = 1.0,
+    speculate: int = 0,
     prefill_rows: int = PREFILL_ROWS,
 ) -> Iterator[str]:
     """Continues a text, piece by piece, until `max_new_tokens` or the border of a document.
 
     Equal arguments give equal text. `checkpoint` is a folder that training wrote: of a run, of its checkpoints, or one
     of them. The prompt may hold the lab's key and value tokens as `<k7>` and `<v12>`, as they are printed.
+    speculate: drafts to verify per step at most, where the model has draft layers; 0 decodes token by token.
 
     Raises, before the first piece: ValueError for an empty prompt, tokens outside the vocabulary, a prompt and
-    generation past the model's capacity, bad sampling settings, a seed outside 32 bits, and a checkpoint that cannot be
-    read; FileNotFoundError where there is none. While iterating: FloatingPointError naming the position whose logits
+    generation past the model's capacity, bad sampling settings, a seed outside 32 bits, drafts below 0 or of a model
+    without draft layers, and a checkpoint that cannot be read; FileNotFoundError where there is none. While iterating: FloatingPointError naming the position whose logits
     are not finite.
     """
     sampling = Sampling(temperature, top_k, top_p)
     tokens = encode_prompt(prompt)
     check_request(tokens, max_new_tokens, seed, prefill_rows)
+    if speculate < 0:
+        raise ValueError(f"speculate={speculate} must be 0 (token by token) or the most drafts to verify per step.")
     params, cfg = load_model(Path(checkpoint))
-    new = generate_tokens(params, cfg, tokens, max_new_tokens, sampling, seed, prefill_rows)
+    request = params, cfg, tokens, max_new_tokens, sampling, seed, prefill_rows
+    new = speculate_tokens(*request, drafts=speculate) if speculate else generate_tokens(*request)
     return (show_token(token) for token in itertools.takewhile(lambda token: token != DOCUMENT_BORDER, new))
 
 

@@ -67,6 +67,16 @@ def encoder_restart(
     return max(0, first - halo(cfg, depth)) if depth else hit
 
 
+def draft_floor(cfg: ModelConfig, restart: int, length: int, decoder: str) -> int:
+    """Lowest position that passed all layers, after a prompt of `length` tokens was run from `restart` on.
+
+    Draft layers have window rows from there on: what stands below was left to a prefix hit or to the encoder alone.
+    Raises ValueError for an unknown mode.
+    """
+    rows = decoder_rows(cfg, decoder)
+    return max(restart, length - rows[-1]) if rows else restart
+
+
 def token_layers(cfg: ModelConfig, tokens: int, decoder: str) -> int:
     """Layers times tokens that a cold prefill of `tokens` runs; the decoder's entries beside them are not counted."""
     first = decoder_start(cfg)

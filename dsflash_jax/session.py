@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsflash_jax import steps
-from dsflash_jax.batch import Chunk, bucket, check_tail, check_tokens, make_step
+from dsflash_jax.batch import Chunk, bucket, check_hash, check_tail, check_tokens, make_step
 from dsflash_jax.cache.layout import pages_for
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.cache.pages import PagePool
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.host_tables import HostTables
-from dsflash_jax.ops.ngram_hash import NgramHash, stand_in_hash
+from dsflash_jax.ops.ngram_hash import NgramHash
+from dsflash_jax.replay import draft_floor
 from dsflash_jax.types import StepInfo
 
 Work = Mapping[Hashable, Sequence[int]]  # sequence name -> its next tokens
@@ -57,7 +58,8 @@ class Session:
         table_pages: width of all block tables; without it, a power of two that grows with the longest sequence. Each
         new width compiles a step, and a wider table is more to read.
         decoder: how prompts run the decoder layers, as in `steps.prefill`; decoded and verified tokens run all layers.
-        ngram_hash: of a model with Engram layers and a tokenizer; without it the stand-in token map is hashed.
+        ngram_hash: what a model with Engram layers needs: `NgramHash.of` its tokenizer's map (`build_token_map`), or
+        `stand_in_hash` where there is no tokenizer.
         host_tables: n-gram tables that are not among `params`; those of a prompt's next step are read while one runs.
         """
         for name, value in (("sequences", sequences), ("prefill_rows", prefill_rows)):
@@ -65,8 +67,9 @@ class Session:
                 raise ValueError(f"{name}={value} must be at least 1.")
         if host_tables is not None and not cfg.engram_layer_ids:
             raise ValueError("host_tables are of no use to a model with engram_layer_ids=[].")
+        check_hash(ngram_hash, cfg)
         self.params, self.cfg = params, cfg
-        self._ngram_hash = ngram_hash or (stand_in_hash(cfg) if cfg.engram_layer_ids else None)
+        self._ngram_hash = ngram_hash
         self._host_tables = host_tables
         self.pool = PagePool(num_pages, cfg.page_size)
         self.cache = ModelCache.empty(cfg, num_pages, sequences, decoder=decoder)
@@ -77,6 +80,7 @@ class Session:
         self._free = list(range(sequences))  # ascending, hence a heap
         self._slots: dict[Hashable, int] = {}
         self._known: dict[Hashable, list[int]] = {}
+        self._floors: dict[Hashable, int] = {}
         self._verified: Planned | None = None
 
     def tokens(self, sequence: Hashable) -> tuple[int, ...]:
@@ -89,6 +93,14 @@ class Session:
             raise ValueError(f"sequence {sequence!r} is not open: it has no slot.")
         return self._slots[sequence]
 
+    def floor(self, sequence: Hashable) -> int:
+        """Lowest position of an open sequence that passed all layers: where a draft may start to read.
+
+        Above 0 where `decoder` left the first tokens of a prompt to the encoder. ValueError for one that is not open.
+        """
+        self.slot(sequence)
+        return self._floors[sequence]
+
     def append(self, work: Work) -> jax.Array:
         """Processes the next tokens of each sequence: float32 logits [len(work), V] after the last token of each.
 
@@ -96,14 +108,14 @@ class Session:
         """
         left = self._admit(work)
         total, decoder = sum(map(len, left.values())), self._mode(left)
-        rows = min(bucket(total), self._rows)
+        rows, seqs = min(bucket(total), self._rows), bucket(len(left))
         if total <= rows:
             logits = self.run(self._plan(left, rows, left, decoder))
             return logits if len(logits) == len(left) else logits[: len(left)]
         last: dict[Hashable, jax.Array] = {}
         while left:
             part = _first_rows(left, rows)
-            planned = self._plan(part, rows, left, decoder)
+            planned = self._plan(part, rows, left, decoder, seqs)
             ended = [name for name, tokens in part.items() if len(tokens) == len(left[name])]
             left = {name: tokens[len(part.get(name, ())) :] for name, tokens in left.items()}
             left = {name: tokens for name, tokens in left.items() if tokens}
@@ -131,17 +143,28 @@ class Session:
         logits, self.cache = steps.prefill(self.params, self.cache, planned.step, self.cfg, decoder=planned.decoder)
         for name, tokens in planned.work.items():
             self._known[name] += tokens
+        if planned.decoder != "all":
+            self._raise_floors(planned)
         return logits
 
-    def verify(self, work: Work) -> dict[Hashable, jax.Array]:
-        """Logits [k, V] after each of k drafted tokens per sequence. None is known yet: `commit` says how many are."""
+    def _raise_floors(self, planned: Planned) -> None:
+        """A step that leaves a prompt open ran no decoder at all."""
+        facts = zip(planned.work, planned.step.length.tolist(), planned.step.last_chunk, strict=False)
+        for name, length, last in facts:
+            self._floors[name] = draft_floor(self.cfg, 0, length, planned.decoder) if last else length
+
+    def verify(self, work: Work) -> dict[Hashable, np.ndarray]:
+        """Logits [k, V] after each of k drafted tokens per sequence, on the host: any k is cut without compiling.
+
+        No token is known yet: `commit` says how many are.
+        """
         for name, drafts in work.items():
             if len(drafts) > self.cfg.num_draft_tokens + 1:
                 most = f"num_draft_tokens + 1 = {self.cfg.num_draft_tokens + 1}"
                 raise ValueError(f"sequence {name!r}: {len(drafts)} tokens to verify exceed {most}.")
         planned = self.plan(work)
         logits, self.cache = steps.verify(self.params, self.cache, planned.step, self.cfg)
-        self._verified = planned
+        self._verified, logits = planned, np.asarray(logits)
         ends = np.cumsum([len(drafts) for drafts in planned.work.values()])
         return {name: logits[end - len(planned.work[name]) : end] for name, end in zip(planned.work, ends, strict=True)}
 
@@ -175,7 +198,7 @@ class Session:
             names = ", ".join(map(repr, self._slots)) or "none"
             raise ValueError(f"sequence {sequence!r} is not open: open are {names}.")
         self.pool.release(sequence)
-        del self._known[sequence]
+        del self._known[sequence], self._floors[sequence]
         heapq.heappush(self._free, self._slots.pop(sequence))
 
     def _admit(self, work: Work) -> dict[Hashable, list[int]]:
@@ -194,7 +217,7 @@ class Session:
             raise ValueError(f"table_pages={self._table_pages} is smaller than the {widest} that this step needs.")
         self.pool.reserve_all(ends)
         for name in new:
-            self._slots[name], self._known[name] = heapq.heappop(self._free), []
+            self._slots[name], self._known[name], self._floors[name] = heapq.heappop(self._free), [], 0
         return {name: [int(token) for token in tokens] for name, tokens in work.items()}
 
     def _mode(self, work: dict[Hashable, list[int]]) -> str:
@@ -202,9 +225,17 @@ class Session:
         return self._decoder if any(len(tokens) > 1 for tokens in work.values()) else "all"
 
     def _plan(
-        self, work: dict[Hashable, list[int]], rows: int, wanted: dict[Hashable, list[int]], decoder: str
+        self,
+        work: dict[Hashable, list[int]],
+        rows: int,
+        wanted: dict[Hashable, list[int]],
+        decoder: str,
+        seqs: int | None = None,
     ) -> Planned:
-        """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part."""
+        """A step of `rows` rows; `wanted` is what is left of the prompts, of which `work` may be a first part.
+
+        seqs: of all steps of an `append`, whichever prompts the rows of one happen to hold, so that they share a shape.
+        """
         chunks = []
         for name, tokens in work.items():
             known = self._known[name]
@@ -217,7 +248,9 @@ class Session:
                     context=self._context(known),
                 )
             )  # fmt: skip
-        step = make_step(chunks, self.cfg, rows=rows, pages=self._table_pages, ngram_hash=self._ngram_hash)
+        step = make_step(
+            chunks, self.cfg, rows=rows, seqs=seqs, pages=self._table_pages, ngram_hash=self._ngram_hash
+        )  # fmt: skip
         return Planned(work, step if self._host_tables is None else self._host_tables.fetch(step), decoder)
 
     def _context(self, known: list[int]) -> list[int]:

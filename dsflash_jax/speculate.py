@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from dsflash_jax.batch import bucket, check_token_ids
-from dsflash_jax.cache.layout import pages_for
+from dsflash_jax.batch import bucket, check_hash
+from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.draft_step import Anchor, check_draft_params, draft, make_draft_step
+from dsflash_jax.generate import SEQUENCE, check_fit, check_request, request_session
+from dsflash_jax.modules.dspark import DraftOutput
+from dsflash_jax.ops.ngram_hash import NgramHash
 from dsflash_jax.sampling import Sampling, check_logits
-from dsflash_jax.session import Session
+from dsflash_jax.session import PREFILL_ROWS, Session
 from dsflash_jax.speculative import (
     CostTable,
+    Settings,
     accept_drafts,
     confidence_lengths,
     fixed_lengths,
@@ -23,7 +27,10 @@ from dsflash_jax.speculative import (
     settings_of,
 )
 from dsflash_jax.steps import Params
+from dsflash_jax.types import DraftStep
 
+# As `draft_step.draft`, the only one that serving uses: tests drive the loop with one that knows the answer.
+Drafter = Callable[[Params, ModelCache, DraftStep, ModelConfig, Settings], DraftOutput]
 _accept, _next = jax.jit(accept_drafts), jax.jit(next_tokens)
 
 
@@ -33,50 +40,64 @@ class _Sequence:
     left: int  # tokens still to emit
     sampling: Sampling
     seed: int
-    floor: int
 
 
 class Speculator:
     """Sequences of a `Session` that grow by drafted blocks. At temperature 0 they grow as plain decoding makes them.
 
-    drafts: the most drafts to verify per sequence and round. costs: a `CostTable` makes confidences decide how many
-    of them are worth verifying; None verifies them all (the control).
+    What a sequence emits depends on its prompt, its settings and its seed, not on the others. With `costs` this holds
+    for its distribution only: how many drafts are verified then depends on all of them.
     """
 
-    def __init__(self, session: Session, *, drafts: int | None = None, costs: CostTable | None = None) -> None:
-        """Raises ValueError for draft layers that are not those of the session's configuration, and drafts below 0."""
+    def __init__(
+        self, session: Session, *, drafts: int | None = None, costs: CostTable | None = None, drafter: Drafter = draft
+    ) -> None:
+        """drafts: the most drafts to verify per sequence and round; None = a whole block.
+
+        costs: makes confidences decide how many of them are worth verifying; None verifies them all (the control).
+        Raises ValueError for draft layers that are not those of the session's configuration, and drafts below 0.
+        """
         check_draft_params(session.params, session.cfg)
-        self.session, self.costs = session, costs
+        self.session, self.costs, self._drafter = session, costs, drafter
         self.drafts = session.cfg.dspark_block_size if drafts is None else drafts
         fixed_lengths([], self.drafts)
         self._open: dict[Hashable, _Sequence] = {}
 
     def open(
-        self, name: Hashable, prompt: Sequence[int], new: int, sampling: Sampling, seed: int = 0, floor: int = 0
+        self,
+        name: Hashable,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        seed: int = 0,
     ) -> int:
-        """Prefills a prompt and returns its first new token; `new` tokens are emitted in all.
+        """Prefills a prompt and returns its first new token; `max_new_tokens` are emitted in all.
 
-        floor: lowest position whose rows pass the target layers, where a replay leaves earlier ones out.
-        Raises ValueError for a bad seed, ids outside the vocabulary and a generation past the context end.
+        Raises ValueError for a name that the session knows already, and for a bad request as `generate_tokens`;
+        FloatingPointError for logits that are not finite.
         """
-        cfg = self.session.cfg
-        settings = settings_of([sampling], [seed], cfg.vocab_size)
-        check_token_ids(prompt, cfg, f"sequence {name!r}")
-        if new < 1 or len(prompt) + new > cfg.max_position_embeddings:
-            limit = f"max_position_embeddings={cfg.max_position_embeddings}"
-            raise ValueError(
-                f"sequence {name!r}: {len(prompt)} + new={new} tokens must be at least 1 new within {limit}."
-            )
+        where = SEQUENCE if name == SEQUENCE else f"sequence {name!r}"
+        if self.session.tokens(name):
+            raise ValueError(f"{where} is open already: close it first.")
+        check_request(prompt, max_new_tokens, seed, where=where)
+        check_fit(prompt, max_new_tokens, self.session.cfg, where)
+        settings = settings_of([sampling], [seed], self.session.cfg.vocab_size)
         logits = self.session.append({name: list(prompt)})
         check_logits(logits, [name], [len(prompt) - 1])
-        first = int(_next(logits, settings, np.array([len(prompt)], np.int32))[0])
-        self._open[name] = _Sequence(first, new - 1, sampling, seed, floor)
+        first = int(np.asarray(_next(logits, settings, np.array([len(prompt)], np.int32)))[0])
+        self._open[name] = _Sequence(first, max_new_tokens - 1, sampling, seed)
         return first
+
+    def close(self, name: Hashable) -> None:
+        """Ends a sequence before or after its last token, and in the session. ValueError for one that is not open."""
+        self.session.close(name)
+        self._open.pop(name, None)
 
     def round(self) -> dict[Hashable, list[int]]:
         """One draft and one verify step for all sequences with tokens left: the tokens that each emits, at least one.
 
-        Drafts end at the context end and at the tokens left. Raises FloatingPointError for logits that are not finite.
+        Drafts end at the context end and at the tokens left. Raises FloatingPointError, naming the position, where a
+        token would follow logits that are not finite; nothing is committed then.
         """
         live = {name: s for name, s in self._open.items() if s.left}
         if not live:
@@ -87,27 +108,33 @@ class Speculator:
         settings = settings_of(
             [s.sampling for s in live.values()], [s.seed for s in live.values()], cfg.vocab_size, size
         )
-        anchors = [
-            Anchor(self.session.slot(name), s.pending, int(n), s.floor)
-            for (name, s), n in zip(live.items(), length, strict=False)
-        ]
-        step = make_draft_step(anchors, cfg, seqs=size)
-        drafted = draft(self.session.params, self.session.cache, step, cfg, settings)
+        drafted = self._draft(live, length, settings)
         tokens = np.asarray(drafted.tokens)
         counts = np.zeros(size, np.int32)
         counts[: len(names)] = self._lengths(live, length, drafted.confidence)
         work = {n: [live[n].pending, *tokens[i, : counts[i]].tolist()] for i, n in enumerate(names)}
         logits = np.zeros((size, cfg.dspark_block_size + 1, cfg.vocab_size), np.float32)
-        for i, (name, rows) in enumerate(self.session.verify(work).items()):
-            check_logits(rows, [name] * len(rows), range(length[i], length[i] + len(rows)))
+        for i, rows in enumerate(self.session.verify(work).values()):
             logits[i, : len(rows)] = rows
         found = jax.device_get(_accept(logits, drafted.logits, tokens, counts, length, settings))
+        for i, name in enumerate(names):  # rows behind the first rejection say nothing about the sequence
+            used = 1 + int(found.count[i])
+            check_logits(logits[i, :used], [name] * used, range(length[i], length[i] + used))
         self.session.commit({name: 1 + int(found.count[i]) for i, name in enumerate(names)})
         out = {}
         for i, name in enumerate(names):
             out[name] = [*work[name][1 : 1 + found.count[i]], int(found.next_token[i])]
             live[name].pending, live[name].left = out[name][-1], live[name].left - len(out[name])
         return out
+
+    def _draft(self, live: dict[Hashable, _Sequence], length: np.ndarray, settings: Settings) -> DraftOutput:
+        session = self.session
+        anchors = [
+            Anchor(session.slot(name), s.pending, int(n), session.floor(name))
+            for (name, s), n in zip(live.items(), length, strict=False)
+        ]
+        step = make_draft_step(anchors, session.cfg, seqs=len(length))
+        return self._drafter(session.params, session.cache, step, session.cfg, settings)
 
     def _lengths(self, live: dict[Hashable, _Sequence], length: np.ndarray, confidence: jax.Array) -> list[int]:
         """Drafts to verify per live sequence, capped by the block, the context end and the tokens left."""
@@ -128,12 +155,30 @@ def speculate_tokens(
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     seed: int = 0,
+    prefill_rows: int = PREFILL_ROWS,
+    *,
+    ngram_hash: NgramHash | None = None,
     drafts: int | None = None,
 ) -> Iterator[int]:
-    """As `generate.generate_tokens`, with drafted blocks: greedy gives equal ids, sampling an equal distribution."""
-    num_pages = bucket(pages_for(cfg, len(prompt) + max_new_tokens))
-    session = Session(params, cfg, num_pages=num_pages, table_pages=num_pages)
+    """As `generate.generate_tokens`, with drafted blocks: greedy gives equal ids, sampling an equal distribution.
+
+    drafts: the most drafts to verify per step; None = a whole block. Beside the two steps of `generate_tokens` a call
+    compiles a draft step and one verify step per power of two of rows, up to a block and one.
+    Raises what `generate_tokens` raises, and before the first id ValueError for a model without draft layers, those of
+    another model, and drafts below 0.
+    """
+    check_request(prompt, max_new_tokens, seed, prefill_rows)
+    check_fit(prompt, max_new_tokens, cfg)
+    check_hash(ngram_hash, cfg)
+    check_draft_params(params, cfg)
+    fixed_lengths([], cfg.dspark_block_size if drafts is None else drafts)
+    request = [int(token) for token in prompt], max_new_tokens, sampling, seed
+    return _run(params, cfg, request, prefill_rows, ngram_hash, drafts)
+
+
+def _run(params: Params, cfg: ModelConfig, request: tuple, prefill_rows: int, ngram_hash, drafts: int | None):
+    session = request_session(params, cfg, len(request[0]) + request[1], prefill_rows, ngram_hash)
     speculator = Speculator(session, drafts=drafts)
-    yield speculator.open("prompt", prompt, max_new_tokens, sampling, seed)
+    yield speculator.open(SEQUENCE, *request)
     while emitted := speculator.round():
-        yield from emitted["prompt"]
+        yield from emitted[SEQUENCE]

@@ -72,8 +72,8 @@ class NgramHash:
     pad: int  # compressed id in place of tokens that there are none of
 
     @classmethod
-    def of(cls, cfg: ModelConfig, token_map: np.ndarray | None = None) -> NgramHash:
-        """The hashes of a configuration; without a map, with `stand_in_token_map`.
+    def of(cls, cfg: ModelConfig, token_map: np.ndarray) -> NgramHash:
+        """The hashes of a configuration and its tokenizer's map, which `ops/token_map.py` builds.
 
         Raises ValueError for a map that does not fit the vocabulary, and for `engram_num_embeddings` that are not the
         rows which the hash functions reach.
@@ -81,8 +81,6 @@ class NgramHash:
         vocab, compressed = cfg.vocab_size, cfg.engram_compressed_vocab_size
         if not cfg.engram_layer_ids:
             raise ValueError("engram_layer_ids=[] has no layer to hash n-grams for.")
-        if token_map is None:
-            token_map = stand_in_token_map(vocab, compressed)
         token_map = _checked_map(token_map, vocab, compressed)
         sizes = cfg.engram_max_ngram_size - 1
         primes = hash_primes(len(cfg.engram_layer_ids), sizes, cfg.engram_n_heads, cfg.engram_vocab_size)
@@ -130,8 +128,11 @@ class NgramHash:
 
 @functools.lru_cache(maxsize=32)
 def stand_in_hash(cfg: ModelConfig) -> NgramHash:
-    """The hashes of a configuration whose model has no tokenizer, made once."""
-    return NgramHash.of(cfg)
+    """The hashes of a model without a tokenizer, with `stand_in_token_map`, made once.
+
+    Never for a released checkpoint: its tables were trained with its tokenizer's map.
+    """
+    return NgramHash.of(cfg, stand_in_token_map(cfg.vocab_size, cfg.engram_compressed_vocab_size))
 
 
 def _checked_map(token_map: np.ndarray, vocab: int, compressed: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.ops.ngram_hash import NgramHash, stand_in_hash
 from dsflash_jax.roles import layer_roles
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -50,6 +51,11 @@ def remembering(**changes) -> ModelConfig:
     layers |= {"engram_num_embeddings": (252, 410), "engram_max_ngram_size": 4, "engram_vocab_size": 30}
     layers |= {"engram_n_heads": 2, "engram_head_dim": 32, "engram_compressed_vocab_size": 48}
     return tiny(**(layers | changes))
+
+
+def hash_of(cfg: ModelConfig) -> NgramHash | None:
+    """What n-grams of a test's model are hashed with; None where nothing is."""
+    return stand_in_hash(cfg) if cfg.engram_layer_ids else None
 
 
 # Fields that change neither the shape of a parameter nor its draw.
@@ -143,7 +149,8 @@ class Session:
         total = sum(len(tokens) for tokens in work.values())
         rows = rows or next(b for b in ROW_BUCKETS if b >= total)
         chunks = [self.chunk(slot, tokens, pages) for slot, tokens in work.items()]
-        step = make_step(chunks, self.cfg, rows=rows, seqs=seqs or (1 if len(work) == 1 else 4), pages=pages)
+        seqs = seqs or (1 if len(work) == 1 else 4)
+        step = make_step(chunks, self.cfg, rows=rows, seqs=seqs, pages=pages, ngram_hash=hash_of(self.cfg))
         logits, self.cache, captures = steps.trace_step(self.params, self.cache, step, self.cfg)
         captures = jax.device_get(captures)
         logits, row = np.asarray(logits), 0

@@ -10,6 +10,7 @@ import pytest
 from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.model_cache import ModelCache
+from dsflash_jax.generate import generate_tokens
 from dsflash_jax.host_tables import HostTables
 from dsflash_jax.ops.ngram_hash import EXCLUDED, NgramHash, stand_in_hash
 from dsflash_jax.session import Session
@@ -27,13 +28,13 @@ NAN_CODE = 0x7F
 
 def session(params=PARAMS[BARE], **options) -> Session:
     """Two sequences; one width of block tables, so that few steps are compiled."""
-    sizes = {"num_pages": 12, "sequences": 2, "prefill_rows": 8, "table_pages": 16}
+    sizes = {"num_pages": 12, "sequences": 2, "prefill_rows": 8, "table_pages": 16, "ngram_hash": HASH}
     return Session(params, BARE, **{**sizes, **options})
 
 
 def traced(chunks, params=PARAMS[BARE]):
     """(step, logits [T, V], captures) of one traced step of BARE on an empty cache."""
-    step = make_step(chunks, BARE, rows=16, seqs=1, pages=16)
+    step = make_step(chunks, BARE, rows=16, seqs=1, pages=16, ngram_hash=HASH)
     logits, _, captures = steps.trace_step(params, ModelCache.empty(BARE, 16, 4), step, BARE)
     return step, np.asarray(logits), jax.device_get(captures)
 
@@ -95,7 +96,8 @@ def test_prefill_equals_every_split_into_prefill_and_decode():
 @pytest.mark.slow
 def test_a_prompt_whose_decoder_runs_on_its_end_reads_the_same_rows():
     """Memory is the encoder's: rows go to its pass over the chunk, none to the later pass over the prompt's end."""
-    sides = [Session(PARAMS[CFG], CFG, num_pages=8, prefill_rows=8, decoder=mode) for mode in ("all", "exact")]
+    sizes = {"num_pages": 8, "prefill_rows": 8, "ngram_hash": HASH}
+    sides = [Session(PARAMS[CFG], CFG, decoder=mode, **sizes) for mode in ("all", "exact")]
     assert_close_logits(*(np.asarray(side.append({"a": A[:12]})) for side in sides))
 
 
@@ -153,13 +155,14 @@ def test_excluded_tokens_pass_unchanged_and_are_in_nobodys_look_back():
     living = [i for i in range(8) if alive[i]]
     assert np.array_equal(step.ngrams.index[living], rows_of(tokens, dead)[living])
     other = [t if alive[i] else (t + 9) % 96 for i, t in enumerate(tokens)]
-    again = make_step([Chunk(0, other, 0, [0], alive=alive)], CFG, rows=16)
+    again = make_step([Chunk(0, other, 0, [0], alive=alive)], CFG, rows=16, ngram_hash=HASH)
     assert np.array_equal(again.ngrams.index, step.ngrams.index)
 
 
 def test_excluded_tokens_stay_excluded_in_the_next_chunk():
     tokens, dead = A[:8], {2, 3}
-    step = make_step([Chunk(0, tokens[4:], 4, [0], context=[tokens[1], EXCLUDED, EXCLUDED])], CFG)
+    chunk = Chunk(0, tokens[4:], 4, [0], context=[tokens[1], EXCLUDED, EXCLUDED])
+    step = make_step([chunk], CFG, ngram_hash=HASH)
     assert np.array_equal(step.ngrams.index, rows_of(tokens, dead)[4:])
 
 
@@ -209,8 +212,20 @@ def test_forward_without_rows_is_refused_by_key():
 
 
 def call(params=PARAMS[BARE], change=lambda step: step, run=steps.prefill):
-    step = make_step([Chunk(0, A[:4], 0, [0])], BARE, rows=8, pages=16)
+    step = make_step([Chunk(0, A[:4], 0, [0])], BARE, rows=8, pages=16, ngram_hash=HASH)
     return run(params, ModelCache.empty(BARE, 16, 4), change(step), BARE)
+
+
+def test_no_model_is_served_with_the_stand_in_map_unasked():
+    """A released checkpoint read with another map than its tokenizer's looks up rows of other n-grams."""
+    sentence = r"engram_layer_ids=\[0, 1\] need ngram_hash: NgramHash.of the tokenizer's map, or stand_in_hash"
+    for served in (
+        lambda: Session(PARAMS[BARE], BARE, num_pages=1),
+        lambda: make_step([Chunk(0, [1], 0, [0])], BARE),
+        lambda: generate_tokens(PARAMS[BARE], BARE, [1], 2),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            served()
 
 
 def other_index(step, index):
@@ -269,6 +284,6 @@ def test_tables_that_do_not_fit_are_refused_by_name():
 def test_chunks_with_a_wrong_look_back_or_mask_are_refused(changes, sentence):
     """B77 (a mask of the wrong length must not broadcast), and a look-back that is not there."""
     chunk = Chunk(0, [5, 6], 4, [0], context=[1, 2, 3])
-    make_step([chunk], BARE)
+    make_step([chunk], BARE, ngram_hash=HASH)
     with pytest.raises(ValueError, match=sentence):
-        make_step([dataclasses.replace(chunk, **changes)], BARE)
+        make_step([dataclasses.replace(chunk, **changes)], BARE, ngram_hash=HASH)

@@ -31,7 +31,7 @@ class Counting:
 
 
 def step_of(tokens=TOKENS):
-    return make_step([Chunk(0, tokens, 0, [0])], CFG, rows=8)
+    return make_step([Chunk(0, tokens, 0, [0])], CFG, rows=8, ngram_hash=running.hash_of(CFG))
 
 
 def assert_same_bytes(fetched, step):
@@ -93,7 +93,7 @@ def test_sizes_follow_from_the_rows_of_a_step_alone():
 
 
 def test_a_step_without_a_row_fetches_none():
-    step = make_step([Chunk(0, [1, 2], 0, [0], alive=[False, False])], CFG)
+    step = make_step([Chunk(0, [1, 2], 0, [0], alive=[False, False])], CFG, ngram_hash=running.hash_of(CFG))
     fetched = HostTables(CFG, TABLES).fetch(step)
     assert np.all(fetched.ngrams.index == -1) and fetched.ngrams.fetched.shape == (2, 12, 33)
 
