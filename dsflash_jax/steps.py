@@ -87,6 +87,18 @@ def forward(
     if not 1 <= tokens.shape[1] <= cfg.max_position_embeddings:
         limit = cfg.max_position_embeddings
         raise ValueError(f"tokens has rows of {tokens.shape[1]}, must be 1 to max_position_embeddings={limit} long.")
+    check_differentiable(cfg)
+    if indexer_target not in ("served", "own"):
+        raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
+    if cfg.engram_layer_ids and ngram_rows is None:
+        rule = "need ngram_rows in forward: n-grams are hashed on the host (NgramHash.rows)"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
+    flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
+    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target, ngram_rows)
+
+
+def check_differentiable(cfg: ModelConfig) -> None:
+    """Raises ValueError for a configuration that the whole-sequence form does not follow."""
     for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
         if getattr(cfg, name) != only:
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
@@ -96,13 +108,6 @@ def forward(
                 f"{name}={getattr(cfg, name)!r} must be empty in forward: packed weights have no gradient; "
                 "load them with dequantise=True."
             )
-    if indexer_target not in ("served", "own"):
-        raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
-    if cfg.engram_layer_ids and ngram_rows is None:
-        rule = "need ngram_rows in forward: n-grams are hashed on the host (NgramHash.rows)"
-        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
-    flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
-    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target, ngram_rows)
 
 
 def forward_drafts(

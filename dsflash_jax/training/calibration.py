@@ -65,6 +65,12 @@ def calibration_error(predicted: np.ndarray, observed: np.ndarray, bins: int = B
     return sum(b.count * abs(b.predicted - b.observed) for b in found) / len(predicted)
 
 
+def error_floor(predicted: np.ndarray, bins: int = BINS, draws: int = 50) -> float:
+    """Mean calibration error of outcomes drawn from the predictions float[N] themselves: what chance alone leaves."""
+    uniform = np.random.default_rng(0).random((draws, len(predicted)))
+    return float(np.mean([calibration_error(predicted, row < predicted, bins) for row in uniform]))
+
+
 def position_errors(rounds: Rounds, temperatures: Sequence[float]) -> list[float | None]:
     """Calibration error of the survival up to each position; None where no block was verified so far."""
     chances = survival(rounds.logits, temperatures)

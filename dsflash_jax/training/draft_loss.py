@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -11,40 +9,7 @@ import jax.numpy as jnp
 
 from dsflash_jax.modules.draft_sequence import DraftForward
 from dsflash_jax.training.losses import token_nll
-from dsflash_jax.training.settings import TrainSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftSettings:
-    """How draft layers are trained behind a frozen backbone; the weights are DSpark's.
-
-    Attributes:
-      run: steps, rows, optimiser and seed, as for a backbone; what concerns its loss and its selection has no effect.
-      anchors: blocks per row, at positions drawn anew for every row.
-      decay: position i of a block counts exp(-i / decay) in all three parts of the loss.
-      cross_entropy, distance, confidence: weights of the three parts.
-    """
-
-    run: TrainSettings = TrainSettings()  # noqa: RUF009  frozen
-    anchors: int = 32
-    decay: float = 4.0
-    cross_entropy: float = 0.1
-    distance: float = 0.9
-    confidence: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming field, value and rule."""
-        if self.anchors < 1:
-            raise ValueError(f"anchors={self.anchors} must be at least 1.")
-        if not (math.isfinite(self.decay) and self.decay > 0):
-            raise ValueError(f"decay={self.decay} must be positive and finite.")
-        for name in ("cross_entropy", "distance", "confidence"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
-
-    def to_dict(self) -> dict:
-        """Plain JSON types, every field present."""
-        return dataclasses.asdict(self)
+from dsflash_jax.training.settings import DraftSettings
 
 
 class DraftLoss(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -15,16 +16,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.training.continuations import continued
 from dsflash_jax.training.corpus import Corpus
-from dsflash_jax.training.data import Batch, make_batch
+from dsflash_jax.training.data import make_batch
 from dsflash_jax.training.devices import data_mesh
-from dsflash_jax.training.draft_loss import DraftLoss, DraftSettings, draft_loss
+from dsflash_jax.training.draft_loss import DraftLoss, draft_loss
 from dsflash_jax.training.drive import Driven, Job, Pace, drive, newest, prepare
 from dsflash_jax.training.loop import run_facts
 from dsflash_jax.training.metrics import DraftMetrics
 from dsflash_jax.training.optimizer import learning_rate, make_optimizer
+from dsflash_jax.training.settings import DraftSettings
 
-_ANCHOR_STREAM = 2  # beside the streams of training and held-out rows: anchors must not repeat their draws
+_POOL_STREAM = 2  # beside the streams of training and held-out rows: draws of the pool must not repeat theirs
 Params = dict[str, Any]
 
 
@@ -58,17 +61,24 @@ def with_draft_layers(backbone: Params, cfg: ModelConfig, seed: int = 0) -> Para
     return {**backbone, "mtp": steps.init_params(cfg, seed)["mtp"]}
 
 
-def draft_rows(batch: Batch, block: int, anchors: int, seed: int, step: int) -> DraftRows:
-    """A batch with `anchors` different positions per row, ascending, behind which a whole block has targets.
+def draft_pool(params: Params, cfg: ModelConfig, settings: DraftSettings, corpus: Corpus) -> np.ndarray:
+    """int32[pool, context + 1]: prompts of all kinds of rows, and what the backbone says behind them."""
+    prompt = settings.run.context + 1 - settings.continued
+    mix = settings.run.replace(rows=settings.pool, context=prompt).mix(cfg)
+    tokens = make_batch(mix, corpus.train, settings.run.seed, 0, _POOL_STREAM).tokens
+    # Rows of a kind stand together in a batch; even rows are continued in another way than odd ones.
+    return continued(params, cfg, tokens, settings.continued, settings.run.seed)
 
-    Raises ValueError where a row has fewer.
+
+def draft_rows(pool: np.ndarray, rows: int, block: int, anchors: int, seed: int, step: int) -> DraftRows:
+    """`rows` different rows of a pool int32[N, T + 1], each with `anchors` different positions, ascending, behind which
+    a whole block has targets. A function of (seed, step).
     """
-    rows, length = batch.tokens.shape
-    if anchors > length - block:
-        raise ValueError(f"anchors={anchors} exceeds the {length - block} positions of a row with a block behind them.")
-    every = np.tile(np.arange(1, length - block + 1, dtype=np.int32), (rows, 1))
-    drawn = np.random.default_rng([seed, _ANCHOR_STREAM, step]).permuted(every, axis=1)[:, :anchors]
-    return DraftRows(batch.tokens, batch.targets, np.sort(drawn, axis=1))
+    draws = np.random.default_rng([seed, _POOL_STREAM, step])
+    chosen = pool[draws.permutation(len(pool))[:rows]]
+    every = np.tile(np.arange(1, chosen.shape[1] - block, dtype=np.int32), (rows, 1))
+    drawn = draws.permuted(every, axis=1)[:, :anchors]
+    return DraftRows(chosen[:, :-1], chosen[:, 1:], np.sort(drawn, axis=1))
 
 
 def train_drafts(
@@ -81,26 +91,37 @@ def train_drafts(
     devices: int | None = None,
     checkpoint_every: int = 200,
 ) -> Generator[DraftMetrics, None, DraftResult]:
-    """Trains params["mtp"] on the rows of `settings.run`; drive it with `loop.run_to_end`. The rest is returned as is.
+    """Trains params["mtp"] on rows that the backbone continued; drive it with `loop.run_to_end`.
 
-    Files, continuation and errors as in `loop.train`; a checkpoint also belongs to its backbone, by the hash of its
-    values. Raises ValueError for a configuration without draft layers and for more anchors than a row has places.
+    The backbone is returned as it was given. Files, continuation and errors as in `loop.train`; a checkpoint also
+    belongs to its backbone, by the hash of its values. Raises ValueError for a configuration without draft layers, with
+    packed weights or Engram layers, a pool smaller than a batch, and more anchors than a row has places.
     """
     run, block = settings.run, cfg.dspark_block_size
     if not cfg.num_nextn_predict_layers:
         raise ValueError("num_nextn_predict_layers=0 must be at least 1: there are no draft layers to train.")
-    mix, mesh = run.mix(cfg), data_mesh(run.rows, devices)
-
-    def rows(done: int) -> DraftRows:
-        return draft_rows(make_batch(mix, corpus.train, run.seed, done), block, settings.anchors, run.seed, done)
-
-    rows(0)  # refuses before the work what the rows cannot hold
+    if cfg.engram_layer_ids:
+        rule = "must be empty in draft training: its rows come without n-grams"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
+    steps.check_differentiable(cfg)
+    if settings.pool < run.rows:
+        raise ValueError(f"pool={settings.pool} must be at least rows={run.rows}, the rows of a batch.")
+    if settings.anchors > run.context - block:
+        places = f"the {run.context - block} positions of a row with a block behind them"
+        raise ValueError(f"anchors={settings.anchors} exceeds {places}.")
+    run.mix(cfg)  # refuses what the model cannot hold
+    mesh = data_mesh(run.rows, devices)
     folder = prepare(out, checkpoint_every)
     frozen = {name: part for name, part in params.items() if name != "mtp"}
+    pool = functools.cache(
+        lambda: draft_pool(frozen, cfg.without_drafts(), settings, corpus)
+    )  # work: not before a step
     facts = run_facts(cfg, settings, corpus, mesh.size) | {"backbone_sha256": parameters_sha256(frozen)}
-    state = DraftState(params["mtp"], make_optimizer(run).init(params["mtp"]), jnp.int32(0))
+    drafts = jax.tree.map(jnp.array, params["mtp"])  # copies: steps donate their state, the caller's must survive
+    state = DraftState(drafts, make_optimizer(run).init(drafts), jnp.int32(0))
     job = Job(
-        state=newest(folder, state, facts), fixed=(frozen,), build=lambda: _build(cfg, settings, mesh), rows=rows,
+        state=newest(folder, state, facts), fixed=(frozen,), build=lambda: _build(cfg, settings, mesh),
+        rows=lambda done: draft_rows(pool(), run.rows, block, settings.anchors, run.seed, done),
         record=lambda *step: _metrics(run.steps, *step), steps=run.steps, tokens=run.rows * run.context, mesh=mesh,
         folder=folder, facts=facts, checkpoint_every=checkpoint_every,
     )  # fmt: skip

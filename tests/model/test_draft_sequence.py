@@ -54,6 +54,7 @@ def _draft(params, cache, step, tokens):
     return draft_block(steps.bind(params, CFG), step, cache, lambda i, _: tokens[step.length + 1 + i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ANCHORS)))
 def test_a_block_in_training_is_the_draft_step_on_the_same_prefix(params, trained, number):
     """B80: the block's first row predicts the token behind the anchor, from the rows before the anchor."""
@@ -64,6 +65,7 @@ def test_a_block_in_training_is_the_draft_step_on_the_same_prefix(params, traine
     assert np.abs(out.logits).max() > 0.1
 
 
+@pytest.mark.slow
 def test_target_logits_are_those_behind_the_blocks_tokens(params, trained):
     logits = jax.jit(lambda p, ids: steps.forward(p, ids, CFG.replace(qat=True)).logits)(params, jnp.asarray([TOKENS]))
     for number, anchor in enumerate(ANCHORS):

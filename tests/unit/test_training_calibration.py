@@ -7,6 +7,7 @@ from dsflash_jax.training.calibration import (
     TEMPERATURES,
     Rounds,
     calibration_error,
+    error_floor,
     fit_temperatures,
     position_errors,
     reliability,
@@ -30,6 +31,12 @@ def test_the_error_is_the_mean_distance_weighted_by_bins():
     assert reliability(np.array([1.0]), np.array([True]))[0] == (1, 1.0, 1.0)
     with pytest.raises(ValueError, match="predicted is empty"):
         calibration_error(np.zeros(0), np.zeros(0, bool))
+
+
+def test_the_floor_is_what_chance_leaves_of_true_predictions():
+    few, many = (np.random.default_rng(2).random(count) for count in (100, 40_000))
+    assert 0.05 < error_floor(few) < 0.2 and error_floor(many) < 0.01
+    assert error_floor(np.array([0.0, 1.0])) == 0.0
 
 
 def test_temperatures_that_distorted_the_logits_are_found_from_left_to_right():
