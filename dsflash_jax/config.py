@@ -138,6 +138,10 @@ class ModelConfig:
         """Compress ratios of the backbone layers (draft layers, if listed, cut off)."""
         return self.compress_ratios[: self.num_hidden_layers]
 
+    def without_drafts(self) -> ModelConfig:
+        """The same backbone alone."""
+        return self.replace(num_nextn_predict_layers=0, dspark_target_layer_ids=(), compress_ratios=self.layer_ratios)
+
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with fields changed (validated again)."""
         return dataclasses.replace(self, **changes)

@@ -28,6 +28,7 @@ from dsflash_jax.batch import (
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.asymmetric import prefill_asymmetric
+from dsflash_jax.modules.draft_sequence import DraftForward, forward_with_drafts
 from dsflash_jax.modules.transformer import Transformer, commit_lengths
 from dsflash_jax.modules.whole_sequence import Flags, ForwardOutput, whole_sequence
 from dsflash_jax.types import StepInfo
@@ -86,6 +87,18 @@ def forward(
     if not 1 <= tokens.shape[1] <= cfg.max_position_embeddings:
         limit = cfg.max_position_embeddings
         raise ValueError(f"tokens has rows of {tokens.shape[1]}, must be 1 to max_position_embeddings={limit} long.")
+    check_differentiable(cfg)
+    if indexer_target not in ("served", "own"):
+        raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
+    if cfg.engram_layer_ids and ngram_rows is None:
+        rule = "need ngram_rows in forward: n-grams are hashed on the host (NgramHash.rows)"
+        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
+    flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
+    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target, ngram_rows)
+
+
+def check_differentiable(cfg: ModelConfig) -> None:
+    """Raises ValueError for a configuration that the whole-sequence form does not follow."""
     for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
         if getattr(cfg, name) != only:
             raise ValueError(f"{name}={getattr(cfg, name)!r} must be {only!r} in forward: the steps alone follow it.")
@@ -95,13 +108,31 @@ def forward(
                 f"{name}={getattr(cfg, name)!r} must be empty in forward: packed weights have no gradient; "
                 "load them with dequantise=True."
             )
-    if indexer_target not in ("served", "own"):
-        raise ValueError(f'indexer_target={indexer_target!r} must be "served" or "own".')
-    if cfg.engram_layer_ids and ngram_rows is None:
-        rule = "need ngram_rows in forward: n-grams are hashed on the host (NgramHash.rows)"
-        raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
-    flags = Flags(jax.numpy.asarray(dense), jax.numpy.asarray(use_global))
-    return whole_sequence(bind(params, cfg), tokens, flags, indexer_target, ngram_rows)
+
+
+def forward_drafts(
+    params: Params, tokens: jax.Array, anchors: jax.Array, cfg: ModelConfig, *, ngram_rows: jax.Array | None = None
+) -> DraftForward:
+    """Draft blocks behind the tokens at `anchors` int32[B, A] of whole sequences int32[B, T], and the target's logits.
+
+    Differentiable in the draft layers (`params["mtp"]`) alone: the backbone, the embedding and the head that they share
+    are constants, and take a gradient of exactly zero. KV is rounded as in the caches, whatever `qat` says: the draft
+    layers learn the backbone that will be served. Anchors must lie in 1..T - dspark_block_size. Not jitted itself.
+
+    Raises ValueError as `forward`, for a configuration without draft layers, anchors of another shape and rows that
+    are too short for a block.
+    """
+    if not cfg.num_nextn_predict_layers:
+        raise ValueError("num_nextn_predict_layers=0 must be at least 1: a model without draft layers cannot draft.")
+    if anchors.ndim != 2 or anchors.shape[0] != tokens.shape[0]:
+        raise ValueError(f"anchors of shape {tuple(anchors.shape)} must be [{tokens.shape[0]}, A], some per row.")
+    if tokens.shape[1] <= cfg.dspark_block_size:
+        rule = f"must be longer than dspark_block_size={cfg.dspark_block_size}: a block starts behind a token"
+        raise ValueError(f"tokens has rows of {tokens.shape[1]}, {rule}.")
+    cfg = cfg.replace(qat=True)
+    frozen = {name: leaf if name == "mtp" else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}
+    out = forward(frozen, tokens, cfg, ngram_rows=ngram_rows)
+    return forward_with_drafts(bind(frozen, cfg), tokens, anchors, out.main_hidden, out.logits)
 
 
 @functools.partial(

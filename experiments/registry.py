@@ -42,6 +42,11 @@ STUDIES: Mapping[str, Study] = MappingProxyType({
         "What does running the decoder on the end of a prompt only change, and how much prefill time does it save?",
         "experiments.decoder_replay",
     ),
+    "speculation": Study(
+        "speculation",
+        "How many drafts does a small trained model accept, do its confidences come true, and when does it pay?",
+        "experiments.speculation",
+    ),
 })
 
 

@@ -22,6 +22,7 @@ from dsflash_jax.modules.attention import Attention, Rope
 from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
 from dsflash_jax.modules.layer import StepContext
 from dsflash_jax.modules.linear import Linear, RMSNorm
+from dsflash_jax.numerics.formats import straight_through
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.ops.rows import read_bytes, write_bytes
 from dsflash_jax.ops.sparse_attention import attend
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # (number in the block, corrected logits [S, V]) -> tokens int32[S] drafted from them.
 Choose = Callable[[int, jax.Array], jax.Array]
+# (attention of a draft layer, its input [S, block, d]) -> its output [S, block, d].
+Attend = Callable[[Attention, jax.Array], jax.Array]
 
 
 class DraftOutput(NamedTuple):
@@ -99,6 +102,11 @@ def target_hidden(streams: jax.Array) -> jax.Array:
     return jnp.mean(streams, axis=-2)
 
 
+def project_targets(drafts: nnx.List, main_hidden: jax.Array) -> jax.Array:
+    """What every draft layer makes its window rows of: main_hidden [..., targets * d] -> [..., d]."""
+    return drafts[0].main_norm(drafts[0].main_proj(main_hidden))
+
+
 def seed_windows(
     drafts: nnx.List, main_hidden: jax.Array, context: StepContext, cache: ModelCache, cfg: ModelConfig
 ) -> ModelCache:
@@ -107,7 +115,7 @@ def seed_windows(
     Rows of drafts that are rejected later are written too: a draft step reads committed positions only.
     """
     step, layout = context.step, cache_layout(cfg)
-    x = drafts[0].main_norm(drafts[0].main_proj(main_hidden))
+    x = project_targets(drafts, main_hidden)
     seq = step.row_to_seq
     # Only the last `ring_rows` rows of a sequence are written: earlier ones would share their addresses.
     keep = (step.positions >= 0) & (step.positions >= step.length[seq] - layout.ring_rows)
@@ -161,27 +169,43 @@ def draft_block(
 
     `captures`, when given, receives one dict of intermediate arrays per draft layer.
     """
-    streams, pre, context = enter_block(model, step)
+    entered = enter_block(model, step)
+
+    def attend_block(attn: Attention, x: jax.Array) -> jax.Array:
+        return draft_attention(attn, x, entered[2], step, cache)
+
+    return draft_heads(model, block_hidden(model, entered, attend_block, captures), step.tokens, choose)
+
+
+def block_hidden(
+    model: Transformer, entered: tuple, attend_block: Attend, captures: list[dict] | None = None, training: bool = False
+) -> jax.Array:
+    """Hidden states [S, block, d] before the final norm, from what `enter_block` gives.
+
+    attend_block: attention of a draft layer, on whatever holds its window rows. `training` runs every expert, as `MoE`
+    does, so that there is a gradient.
+    """
+    streams, pre, context = entered
     for layer in model.mtp:
-        capture = None if captures is None else {}
-        streams, pre = _draft_layer(layer, streams, pre, context, step, cache, capture)
+        capture = None if captures is None else {"window_positions": context.window}
+        streams, pre = _draft_layer(layer, streams, pre, attend_block, capture, training)
         if captures is not None:
             captures.append(capture)
-    return draft_heads(model, collapse(streams, pre), step.tokens, choose)
+    return collapse(streams, pre)
 
 
-def _draft_layer(layer, streams, pre, context: BlockContext, step: DraftStep, cache: ModelCache, capture):
+def _draft_layer(layer, streams, pre, attend_block: Attend, capture: dict | None, training: bool):
     cfg = layer.attn.cfg
 
     def attention(x: jax.Array) -> jax.Array:
         x = layer.attn_norm(x)
-        out = draft_attention(layer.attn, x, context, step, cache)
-        _record(capture, attn_in=x, attn_out=out, window_positions=context.window)
+        out = attend_block(layer.attn, x)
+        _record(capture, attn_in=x, attn_out=out)
         return out
 
     def feed_forward(x: jax.Array) -> jax.Array:
         x = layer.ffn_norm(x)
-        out = layer.ffn(x.reshape(-1, x.shape[-1]), capture).reshape(x.shape)
+        out = layer.ffn(x.reshape(-1, x.shape[-1]), capture, training).reshape(x.shape)
         _record(capture, ffn_in=x, ffn_out=out)
         return out
 
@@ -194,13 +218,22 @@ def _draft_layer(layer, streams, pre, context: BlockContext, step: DraftStep, ca
 def draft_attention(
     attn: Attention, x: jax.Array, context: BlockContext, step: DraftStep, cache: ModelCache
 ) -> jax.Array:
-    """x [S, block, d]: every row attends to the window and to all rows of its block, whose keys are not stored."""
-    member, rope = cache_layout(attn.cfg).ring[attn.role.layer], context.rope
-    q, _ = attn.query(x, rope)
-    fresh = member.format.fake_quant(attn.window_latent(x, rope)).astype(jnp.float32)
+    """`block_attention` on the window rows that the ring holds."""
+    member = cache_layout(attn.cfg).ring[attn.role.layer]
     slot = jnp.broadcast_to(step.slot[:, None], context.window.shape)
     page, offset = member.ring_address(slot, jnp.maximum(context.window, 0))
     old = member.format.unpack(read_bytes(cache.ring, page, offset, member.row_bytes), member.width)
+    return block_attention(attn, x, context, old)
+
+
+def block_attention(attn: Attention, x: jax.Array, context: BlockContext, old: jax.Array) -> jax.Array:
+    """x [S, block, d]: every row attends to the window and to all rows of its block, whose keys are not stored.
+
+    old: float32[S, w, D], the rows at `context.window`, rounded as stored; where it is -1 they may hold anything.
+    """
+    member, rope = cache_layout(attn.cfg).ring[attn.role.layer], context.rope
+    q, _ = attn.query(x, rope)
+    fresh = straight_through(member.format, attn.window_latent(x, rope)).astype(jnp.float32)
     valid = jnp.concatenate([context.window >= 0, context.inside], axis=1)
     # Unseen rows may hold any bytes; 0 * NaN would poison the product.
     keys = jnp.where(valid[..., None], jnp.concatenate([old, fresh], axis=1), 0.0)
@@ -215,7 +248,7 @@ def draft_attention(
 def draft_heads(model: Transformer, hidden: jax.Array, tokens: jax.Array, choose: Choose) -> DraftOutput:
     """Logits of the shared head, corrected and chosen from left to right; hidden [S, block, d] before the norm."""
     last = model.mtp[-1]
-    base = model.head.f32(last.norm(hidden))
+    base = model.to_vocabulary(last.norm(hidden))
     drafted, logits, confidence = [], [], []
     for i in range(base.shape[1]):
         markov = last.markov_head(tokens)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention, Rope
+from dsflash_jax.modules.dspark import is_target, target_hidden
 from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
 from dsflash_jax.modules.transformer import Layer, Transformer
 from dsflash_jax.numerics.formats import get_format, straight_through
@@ -30,6 +31,7 @@ class ForwardOutput(NamedTuple):
     logits: jax.Array  # float32[B, T, V]
     indexer_kl: jax.Array  # float32[], mean over index sources and queries that see an entry
     coverage: jax.Array  # float32[global layers], share of the layer's global attention that its selection holds
+    main_hidden: jax.Array | None  # [B, T, targets * d] for the draft layers, None in a model without
 
 
 class Flags(NamedTuple):
@@ -69,12 +71,14 @@ def whole_sequence(
     streams, pre = initial_streams(model.embed_tokens(tokens, previous), cfg)
     length = tokens.shape[1]
     ropes = {name: (cos[:length], sin[:length]) for name, (cos, sin) in model.freqs.by_name().items()}
-    carried, losses = _Carried(), []
+    carried, losses, targets = _Carried(), [], []
     for layer in model.layers:
         if layer.attn.role.indexes:
             losses += _indexer_losses(carried, flags, indexer_target)
         if layer.engram is not None:
             streams = layer.engram(streams, NgramRows(ngram_rows))
+        if is_target(cfg, layer.attn.role.layer):
+            targets.append(target_hidden(streams))
         streams, pre, carried = _layer(layer, streams, pre, ropes, carried, flags)
     losses += _indexer_losses(carried, flags, indexer_target)
     zero = jnp.zeros((), jnp.float32)
@@ -82,6 +86,7 @@ def whole_sequence(
         model.logits(streams, pre),
         sum(losses, zero) / max(len(losses), 1),
         jnp.stack(carried.coverage) if carried.coverage else jnp.zeros((0,), jnp.float32),
+        jnp.concatenate(targets, axis=-1) if targets else None,
     )
 
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
-import math
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.training import checkpoints
 from dsflash_jax.training.corpus import Corpus
-from dsflash_jax.training.data import TaskMix, make_batch
-from dsflash_jax.training.devices import data_mesh, replicated, split_rows
-from dsflash_jax.training.metrics import MetricsFile, StepMetrics
+from dsflash_jax.training.data import make_batch
+from dsflash_jax.training.devices import data_mesh
+from dsflash_jax.training.drive import Driven, Job, Pace, drive, newest, prepare
+from dsflash_jax.training.metrics import StepMetrics
 from dsflash_jax.training.model import Model, package_model
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.train_step import StepOutput, TrainRows, TrainState, build_train_step, init_state
-
-_RATE_STEPS = 20  # steps that tokens/s and time left look back on
 
 
 class TrainResult(NamedTuple):
@@ -63,19 +55,29 @@ def train(
     if cfg.engram_layer_ids:
         rule = "must be empty in training: n-gram tables are packed codes, which have no gradient"
         raise ValueError(f"engram_layer_ids={list(cfg.engram_layer_ids)} {rule}.")
-    if checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1.")
     facts = run_facts(cfg, settings, corpus, mesh.size)
-    folder = None if out is None else checkpoints.check_writable(out / "checkpoints")
+    folder = prepare(out, checkpoint_every)
     state, buffers = init_state(cfg, settings, model)
-    if folder is not None and checkpoints.saved_steps(folder):
-        state = checkpoints.load(folder, state, facts).tree
-    run = _Run(cfg, settings, model, mesh, mix, corpus, facts, folder, checkpoint_every)
-    return run.steps(state, buffers)
+    job = Job(
+        state=newest(folder, state, facts), fixed=(buffers, jnp.bool_(True)),
+        build=lambda: build_train_step(cfg, settings, model, mesh),
+        rows=lambda done: TrainRows.of(make_batch(mix, corpus.train, settings.seed, done)),
+        record=lambda *step: _metrics(settings.steps, *step), steps=settings.steps,
+        tokens=settings.rows * settings.context, mesh=mesh, folder=folder, facts=facts,
+        checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+    return _run(job, buffers)
 
 
-def run_to_end(steps: TrainSteps, report: Callable[[StepMetrics], None] | None = None) -> TrainResult:
-    """Drives a run; calls `report` after every step."""
+def _run(job: Job, buffers: dict[str, Any]) -> TrainSteps:
+    driven: Driven = yield from drive(job)
+    params = {**driven.state.params, **jax.device_get(buffers)}
+    switch_step = int(driven.state.switch_step) or None
+    return TrainResult(params, switch_step, driven.compile_seconds, driven.seconds, job.facts)
+
+
+def run_to_end(steps: Generator, report: Callable[[Any], None] | None = None) -> Any:
+    """Drives a run; calls `report` with the metrics of every step. Returns the run's result."""
     while True:
         try:
             metrics = next(steps)
@@ -85,7 +87,7 @@ def run_to_end(steps: TrainSteps, report: Callable[[StepMetrics], None] | None =
             report(metrics)
 
 
-def run_facts(cfg: ModelConfig, settings: TrainSettings, corpus: Corpus, devices: int) -> dict[str, Any]:
+def run_facts(cfg: ModelConfig, settings: Any, corpus: Corpus, devices: int) -> dict[str, Any]:
     """What must be equal for a run to continue: model, settings, corpus and device count (it orders the sums)."""
     return {
         "config": cfg.to_dict(), "config_sha256": cfg.sha256(), "settings": settings.to_dict(),
@@ -93,113 +95,13 @@ def run_facts(cfg: ModelConfig, settings: TrainSettings, corpus: Corpus, devices
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """The fixed parts of one run."""
-
-    cfg: ModelConfig
-    settings: TrainSettings
-    model: Model
-    mesh: Mesh
-    mix: TaskMix
-    corpus: Corpus
-    facts: dict[str, Any]
-    folder: Path | None
-    checkpoint_every: int
-
-    def steps(self, state: TrainState, buffers: dict[str, Any]) -> TrainSteps:
-        """Runs the steps that are left."""
-        first, last = int(state.step), self.settings.steps
-        if first >= last:
-            return self._result(state, buffers, 0.0, 0.0)
-        state, buffers = jax.device_put((state, buffers), replicated(self.mesh))
-        rows = self._rows(first)
-        use_global = jax.device_put(jnp.bool_(True), replicated(self.mesh))
-        step, compile_seconds = self._compile(state, buffers, rows, use_global)
-        pace, seconds = _Pace(self.settings.rows * self.settings.context), 0.0
-        with self._metrics_file() as metrics_file:
-            metrics_file.write({"event": "start", "step": first, "compile_seconds": round(compile_seconds, 3)})
-            for done in range(first + 1, last + 1):
-                begin = time.perf_counter()
-                state, output = step(state, buffers, rows, use_global)
-                if done < last:
-                    rows = self._rows(done)  # made while the devices work on the step before
-                output, average, switch_step = jax.device_get((output, state.answer_average, state.switch_step))
-                pace.add(time.perf_counter() - begin)
-                seconds += pace.last
-                metrics = _metrics(done, last, output, float(average), int(switch_step), pace)
-                _refuse_non_finite(metrics)
-                metrics_file.write(dataclasses.asdict(metrics))
-                if self.folder is not None and (done % self.checkpoint_every == 0 or done == last):
-                    checkpoints.save(self.folder, done, state, self.facts)
-                yield metrics
-        return self._result(state, buffers, compile_seconds, seconds)
-
-    def _rows(self, step: int) -> TrainRows:
-        batch = make_batch(self.mix, self.corpus.train, self.settings.seed, step)
-        return jax.device_put(TrainRows.of(batch), split_rows(self.mesh))
-
-    def _compile(self, *arguments: Any) -> tuple[Callable, float]:
-        begin = time.perf_counter()
-        step = build_train_step(self.cfg, self.settings, self.model, self.mesh)
-        return step.lower(*arguments).compile(), time.perf_counter() - begin
-
-    def _metrics_file(self) -> Any:
-        if self.folder is None:
-            return contextlib.nullcontext(_NoFile())
-        return MetricsFile(self.folder.parent / "metrics.jsonl")
-
-    def _result(self, state: TrainState, buffers: Any, compile_seconds: float, seconds: float) -> TrainResult:
-        state, buffers = jax.device_get((state, buffers))
-        return TrainResult(
-            {**state.params, **buffers}, int(state.switch_step) or None, compile_seconds, seconds, self.facts,
-        )
-
-
-class _NoFile:
-    """Stands for metrics.jsonl in a run without a folder."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Forgets the record."""
-
-
-class _Pace:
-    """Tokens per second over the last steps."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._recent: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
-
-    def add(self, seconds: float) -> None:
-        self._recent.append(seconds)
-
-    @property
-    def last(self) -> float:
-        return self._recent[-1]
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(self._recent) / len(self._recent)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self.step_seconds
-
-
-def _metrics(done: int, last: int, output: StepOutput, average: float, switch_step: int, pace: _Pace) -> StepMetrics:
+def _metrics(last: int, done: int, state: TrainState, output: StepOutput, pace: Pace) -> StepMetrics:
+    average, switch_step = jax.device_get((state.answer_average, state.switch_step))
     return StepMetrics(
         step=done, steps=last, loss=float(output.loss.total), answer_loss=float(output.loss.answer),
-        text_loss=float(output.loss.text), indexer_kl=float(output.loss.indexer_kl), answer_average=average,
-        dense=bool(output.dense), switch_step=switch_step or None, grad_norm=float(output.grad_norm),
+        text_loss=float(output.loss.text), indexer_kl=float(output.loss.indexer_kl), answer_average=float(average),
+        dense=bool(output.dense), switch_step=int(switch_step) or None, grad_norm=float(output.grad_norm),
         learning_rate=float(output.learning_rate), coverage=tuple(float(share) for share in output.coverage),
         step_seconds=pace.last, tokens_per_second=pace.tokens_per_second,
         seconds_left=(last - done) * pace.step_seconds,
     )
-
-
-def _refuse_non_finite(metrics: StepMetrics) -> None:
-    if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
-        raise FloatingPointError(
-            f"loss={metrics.loss} with grad_norm={metrics.grad_norm} at step {metrics.step} is not finite: "
-            "lower learning_rate; metrics.jsonl ends with the last finite step."
-        )

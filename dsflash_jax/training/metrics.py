@@ -37,6 +37,29 @@ class StepMetrics:
     seconds_left: float
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftMetrics:
+    """One optimiser step of the draft layers, before its update; step counts from 1 to steps.
+
+    cross_entropy, distance (L1, 0 to 2) and confidence are the parts of the loss, unweighted but for the decay.
+    acceptance: per position of a block, the mean chance that a drawn draft is accepted where those before it are true.
+    Times as in StepMetrics.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    cross_entropy: float
+    distance: float
+    confidence: float
+    acceptance: tuple[float, ...]
+    grad_norm: float
+    learning_rate: float
+    step_seconds: float
+    tokens_per_second: float
+    seconds_left: float
+
+
 class MetricsFile:
     """Append-only JSON lines, flushed one by one, so that a killed run keeps what it measured."""
 

@@ -93,3 +93,43 @@ class TrainSettings:
             rows=self.rows, context=self.context, window=cfg.sliding_window, recall=self.recall, near=self.near,
             needle=self.needle, copy=self.copy, pairs=self.pairs, text_slots=self.text_slots, patience=self.patience,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftSettings:
+    """How draft layers are trained behind a frozen backbone; the weights are DSpark's.
+
+    Attributes:
+      run: steps, rows, optimiser and seed, as for a backbone; what concerns its loss and its selection has no effect.
+      pool: rows that the batches are drawn from; made once, before the first step.
+      continued: tokens at the end of every row that the backbone generates itself, as it will when it is served.
+      anchors: blocks per row, at positions drawn anew for every row.
+      decay: position i of a block counts exp(-i / decay) in all three parts of the loss.
+      cross_entropy, distance, confidence: weights of the three parts.
+    """
+
+    run: TrainSettings = TrainSettings()
+    pool: int = 512
+    continued: int = 64
+    anchors: int = 32
+    decay: float = 4.0
+    cross_entropy: float = 0.1
+    distance: float = 0.9
+    confidence: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming field, value and rule."""
+        for name in ("pool", "anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.continued < self.run.context:
+            raise ValueError(f"continued={self.continued} must lie in 0..{self.run.context - 1}: a row needs a prompt.")
+        if not (math.isfinite(self.decay) and self.decay > 0):
+            raise ValueError(f"decay={self.decay} must be positive and finite.")
+        for name in ("cross_entropy", "distance", "confidence"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and not negative.")
+
+    def to_dict(self) -> dict:
+        """Plain JSON types, every field present."""
+        return dataclasses.asdict(self)

@@ -68,7 +68,7 @@ def init_state(cfg: ModelConfig, settings: TrainSettings, model: Model) -> tuple
 
 
 def build_train_step(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) -> Callable:
-    """step(state, buffers, rows, use_global) -> (state, StepOutput), jitted, the state donated.
+    """step(state, rows, buffers, use_global) -> (state, StepOutput), jitted, the state donated.
 
     Runs that differ only in their seed share one function, hence one compilation: it outweighs a short run.
     use_global is an argument and not a constant: XLA would fold the masks that depend on it at compile time.
@@ -81,7 +81,7 @@ def _build(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) 
     gradient = _data_parallel_gradient(cfg, settings, model, mesh)
     optimizer, schedule = make_optimizer(settings), learning_rate(settings)
 
-    def step(state: TrainState, buffers: Any, rows: TrainRows, use_global: jax.Array) -> tuple[TrainState, StepOutput]:
+    def step(state: TrainState, rows: TrainRows, buffers: Any, use_global: jax.Array) -> tuple[TrainState, StepOutput]:
         grads, parts, coverage = gradient(state.params, buffers, rows, state.dense, use_global)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         average, dense = _next_selection(state, parts.answer, settings)

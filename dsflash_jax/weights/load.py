@@ -106,7 +106,7 @@ def abstract_params(cfg: ModelConfig) -> dict[Any, Any]:
 def without(cfg: ModelConfig, skip: Collection[str]) -> ModelConfig:
     """`cfg` of a model that lacks the skipped roles."""
     if "drafts" in skip and cfg.num_nextn_predict_layers:
-        cfg = cfg.replace(num_nextn_predict_layers=0, dspark_target_layer_ids=(), compress_ratios=cfg.layer_ratios)
+        cfg = cfg.without_drafts()
     if "engram" in skip and cfg.engram_layer_ids:
         cfg = cfg.replace(engram_layer_ids=(), engram_num_embeddings=())
     return cfg

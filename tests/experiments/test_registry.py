@@ -8,7 +8,7 @@ from experiments.registry import STUDIES, get_study
 
 
 def test_every_study_has_a_question_and_a_module_that_runs():
-    assert set(STUDIES) == {"compress-ratio", "decoder-replay"}
+    assert set(STUDIES) == {"compress-ratio", "decoder-replay", "speculation"}
     for name, study in STUDIES.items():
         assert study.name == name and study.question.endswith("?")
         module = importlib.import_module(study.module)
