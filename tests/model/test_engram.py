@@ -80,6 +80,7 @@ def test_the_memory_matters(expected):
     assert np.abs(logits - expected["a"][7]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_chunks_of_2_1_5_equal_one_shot():
     """B75: stored rows, selections and logits of every position."""
     whole, parts = (running.run_chunks(CFG, PARAMS[CFG], A[:8], sizes, row_bucket=16) for sizes in ([8], [2, 1, 5]))
@@ -133,6 +134,7 @@ def test_tables_on_the_host_give_the_same_bits():
     tables.close()
 
 
+@pytest.mark.slow
 def test_decoding_compiles_once_wherever_the_tables_are():
     bare, tables = HostTables.take(PARAMS[BARE], BARE)
     for mine in (session(), session(bare, host_tables=tables)):
@@ -203,6 +205,7 @@ def test_a_row_that_is_read_does_show_its_poison():
     assert np.isnan(logits[5]).all()
 
 
+@pytest.mark.slow
 def test_forward_gives_gradients_to_all_but_the_tables():
     tokens, params = jnp.asarray([A[:6]]), jax.tree.map(jnp.asarray, PARAMS[BARE])
     floats = {"q_weight", "k_weight", "wkv"}
