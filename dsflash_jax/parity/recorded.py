@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.modules.dspark import draft_roles
+from dsflash_jax.numerics.formats import KVFormat
 from dsflash_jax.parity.golden import Trace
 from dsflash_jax.parity.replay import Rows, empty_cache, page_tables
 from dsflash_jax.parity.rules import CACHES, EXACT, FLOATS, SELECTING
@@ -117,6 +120,11 @@ def recorded_cache(trace: Trace) -> ModelCache:
 
 def _store(arena: np.ndarray, member: Member, page: np.ndarray, row: np.ndarray, values: np.ndarray) -> None:
     """Packs `values` [B, n, D] into the rows `row` [n] of pages `page` [B, n or 1]."""
-    packed = np.asarray(member.format.pack(jnp.asarray(values, jnp.float32)))
+    packed = np.asarray(_packed(values.astype(np.float32), member.format))
     place = member.row_offset(row)[:, None] + np.arange(member.row_bytes)
     arena[page[..., None], place] = packed
+
+
+@functools.partial(jax.jit, static_argnames=("fmt",))
+def _packed(values: jax.Array, fmt: KVFormat) -> jax.Array:
+    return fmt.pack(values)

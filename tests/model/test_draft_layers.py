@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -34,12 +35,17 @@ def test_a_block_stands_behind_all_committed_tokens(params, length):
     assert context.window[0].tolist() == [p if p >= 0 else -1 for p in range(length - CFG.sliding_window, length)]
 
 
+@jax.jit
+def attention(params, cache, step, x):
+    """Output [S, block, d] of the first draft layer's attention for the rows x."""
+    model = steps.bind(params, CFG)
+    return draft_attention(model.mtp[0].attn, x, enter_block(model, step)[2], step, cache)
+
+
 def attended(params, ring, anchor, x):
-    """Output [block, d] of the first draft layer's attention for the rows x [block, d]."""
-    model, step = steps.bind(params, CFG), make_draft_step([anchor], CFG)
+    """Output [block, d] behind one anchor, with that ring."""
     cache = dataclasses.replace(ModelCache.empty(CFG, 1, 1), ring=ring)
-    _, _, context = enter_block(model, step)
-    return np.asarray(draft_attention(model.mtp[0].attn, x[None], context, step, cache))[0]
+    return np.asarray(attention(params, cache, make_draft_step([anchor], CFG), x[None]))[0]
 
 
 def test_window_rows_that_nobody_wrote_are_masked(params):

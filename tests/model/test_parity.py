@@ -70,14 +70,9 @@ def test_every_layer_equals_the_bfloat16_reference_from_its_recorded_inputs(name
     assert ("decode steps from the recorded caches" in row["detail"]) == (name == "F.bf16")
 
 
-SLOW_TO_PACK = ("B_one.f32", "A_calm.f32", "C4.f32", "G.bf16")  # every model compiles its own unpacking
-
-
-@pytest.mark.parametrize(
-    "name", ["E_short.f32", "F.bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TO_PACK)]
-)
+@pytest.mark.parametrize("name", ["A_calm.f32", "C4.f32", "E_short.f32", "F.bf16"])
 def test_recorded_caches_are_packed_to_what_was_recorded(name):
-    """A prompt of one token, two sequences, ratio 4, a window that still fills, draft layers, the cut prompt."""
+    """Two sequences, ratio 4, a window that still fills, draft layers, the cut prompt."""
     trace = load_trace(GOLDEN / f"{name}.npz")
     found = cache_arrays(trace.cfg, recorded_cache(trace), page_tables(trace), trace.prompt, "prefill")
     assert found.keys() == {k for k in trace.arrays if k.split("/")[-1] in STORED and "prefill" in k}
