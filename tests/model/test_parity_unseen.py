@@ -31,7 +31,7 @@ DRAFTS = dict(
 )  # fmt: skip
 OTHER = BACKBONE | MEMORY | DRAFTS
 # As for the recorded files, a seed is good if no cached value lies so near a rounding boundary that the order of a sum
-# decides: of 0 to 7, three are for all lengths below. With seed 0 one value of layer 2's window falls the other way.
+# decides: of 0 to 7, four are at every length tried. With seed 0 one value of layer 2's window falls the other way.
 CLEAR_SEED = 3
 # The released pattern with everything between its layers cut out: four owners, three of equal ratio in one page, layers
 # that reuse a selection on both sides, two that read the pool of the last owner, and one draft layer.
