@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.sampling import Sampling
 from dsflash_jax.shipped import config_path
@@ -30,8 +29,13 @@ from experiments.speculation_measures import (
     summary,
 )
 from tests.experiments.stand_in import CORPUS, Progress
+from tests.model import running
 
 LAB = ModelConfig.from_json(config_path("lab")).replace(max_position_embeddings=256)
+SMALL = running.single(
+    vocab_size=192, max_position_embeddings=64, num_nextn_predict_layers=1, dspark_block_size=5, dspark_markov_rank=8,
+    dspark_target_layer_ids=(0,), dspark_noise_token_id=1, dspark_n_routed_experts=2, dspark_num_experts_per_tok=1,
+)  # fmt: skip
 SETTINGS = TrainSettings(steps=2, rows=4, context=64, pairs=4)
 
 
@@ -143,9 +147,8 @@ def test_draft_layers_are_added_to_the_base_and_change_nothing_else():
 @pytest.mark.slow
 def test_every_mode_generates_what_plain_decoding_does():
     """Untrained draft layers, whose drafts are rejected, and all ways to say how many are verified."""
-    cfg = with_drafts(LAB)
-    decoder = Decoder(steps.init_params(cfg), cfg, 64)
-    prompt = held_out_prompts(cfg, SETTINGS, CORPUS, "text", 1, 40, MEASURED)[0].tokens
+    decoder = Decoder(running.parameters(SMALL), SMALL, 64)
+    prompt = held_out_prompts(SMALL, SETTINGS, CORPUS, "text", 1, 40, MEASURED)[0].tokens
     costs = decoder.profile(prompt, (0, 5), 1)
     assert costs.rows == (1, 6) and min(costs.seconds) > 0
     plain = decoder.run(prompt, 12, Sampling(), 0, Mode(PLAIN))
