@@ -91,7 +91,7 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType({
     "quick": Budget((0,), TrainSettings(steps=5), DraftSettings(ROWS.replace(steps=5), pool=8, continued=0),
                     prompts=1, fitted=1, new=12, fixed=(0, BLOCK), profiled=1),
     "default": Budget((0,), TrainSettings(), DraftSettings(ROWS)),
-    "full": Budget((0, 1, 2), TrainSettings(steps=800), DraftSettings(ROWS.replace(steps=1000), pool=1024), prompts=32,
+    "full": Budget((0, 1, 2), TrainSettings(steps=800), DraftSettings(ROWS.replace(steps=1000), pool=1024), prompts=24,
                    fitted=96),
 })  # fmt: skip
 
