@@ -11,6 +11,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 CFG = ModelConfig.from_json(config_path("v41_flash"))
 
 
+@pytest.mark.slow
 def test_sizes_of_the_released_shape():
     counts = parameter_counts(CFG)
     parts = {row["part"]: row["parameters"] for row in counts["parts"]}

@@ -143,6 +143,7 @@ def test_the_exact_halo_loses_a_window_less_one_at_each_layer():
         assert [keys for _, keys in rows] == [list(range(max(first, p - 3), p + 1)) for p, _ in rows]
 
 
+@pytest.mark.slow
 def test_the_halo_is_clipped_at_the_start_of_the_prompt():
     layers = seen_positions(DEEP, prompt(9), "exact")
     assert [rows[0][0] for rows in layers] == [0, 2, 5]

@@ -82,6 +82,7 @@ def test_codes_are_ordered_like_their_values():
     assert codes[0, :6].tolist() == [-8, -2, -1, 0, 1, 7] and scales.shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_recomputed_inputs_are_what_the_model_stored():
     """Otherwise the boundary check would look at other numbers than those that were rounded."""
     params = running.parameters(CFG)
