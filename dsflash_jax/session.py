@@ -82,6 +82,7 @@ class Session:
         self._known: dict[Hashable, list[int]] = {}
         self._floors: dict[Hashable, int] = {}
         self._verified: Planned | None = None
+        self._closed: set[Hashable] = set()  # since the last verify: a name may be open again, as another sequence
 
     def tokens(self, sequence: Hashable) -> tuple[int, ...]:
         """Tokens of a sequence that the cache holds; () for one that is not open."""
@@ -164,7 +165,7 @@ class Session:
                 raise ValueError(f"sequence {name!r}: {len(drafts)} tokens to verify exceed {most}.")
         planned = self.plan(work)
         logits, self.cache = steps.verify(self.params, self.cache, planned.step, self.cfg)
-        self._verified, logits = planned, np.asarray(logits)
+        self._verified, self._closed, logits = planned, set(), np.asarray(logits)
         ends = np.cumsum([len(drafts) for drafts in planned.work.values()])
         return {name: logits[end - len(planned.work[name]) : end] for name, end in zip(planned.work, ends, strict=True)}
 
@@ -179,7 +180,7 @@ class Session:
         for name, count in accepted.items():
             if name not in work:
                 raise ValueError(f"accepted names sequence {name!r}, verified were {', '.join(map(repr, work))}.")
-            if name not in self._slots:
+            if name in self._closed:
                 raise ValueError(f"accepted names sequence {name!r}, which was closed after it was verified.")
             if int(count) != count or not 0 <= count <= len(work[name]):
                 most = len(work[name])
@@ -199,6 +200,7 @@ class Session:
             raise ValueError(f"sequence {sequence!r} is not open: open are {names}.")
         self.pool.release(sequence)
         del self._known[sequence], self._floors[sequence]
+        self._closed.add(sequence)
         heapq.heappush(self._free, self._slots.pop(sequence))
 
     def _admit(self, work: Work) -> dict[Hashable, list[int]]:

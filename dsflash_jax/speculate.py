@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from dsflash_jax.speculative import (
     CostTable,
     Settings,
     accept_drafts,
+    check_drafts,
     confidence_lengths,
     fixed_lengths,
     next_tokens,
@@ -42,25 +44,48 @@ class _Sequence:
     seed: int
 
 
+class Block(NamedTuple):
+    """What became of a sequence's drafted block: drafts verified, drafts accepted, confidence logits [block]."""
+
+    verified: int
+    accepted: int
+    confidence: np.ndarray
+
+
 class Speculator:
     """Sequences of a `Session` that grow by drafted blocks. At temperature 0 they grow as plain decoding makes them.
 
-    What a sequence emits depends on its prompt, its settings and its seed, not on the others. With `costs` this holds
-    for its distribution only: how many drafts are verified then depends on all of them.
+    What a sequence emits depends on its prompt, its settings and its seed, not on the others, up to what steps of
+    other sizes round otherwise. With `costs` this holds for its distribution only: how many drafts are verified then
+    depends on all of them. `blocks` holds the `Block` of each sequence of the last round.
     """
 
     def __init__(
-        self, session: Session, *, drafts: int | None = None, costs: CostTable | None = None, drafter: Drafter = draft
+        self,
+        session: Session,
+        *,
+        drafts: int | None = None,
+        costs: CostTable | None = None,
+        temperatures: Sequence[float] | None = None,
+        drafter: Drafter = draft,
     ) -> None:
         """drafts: the most drafts to verify per sequence and round; None = a whole block.
 
         costs: makes confidences decide how many of them are worth verifying; None verifies them all (the control).
-        Raises ValueError for draft layers that are not those of the session's configuration, and drafts below 0.
+        temperatures: what divides the confidence logits at each position before they decide (`training.calibration`).
+        Raises ValueError for draft layers that are not those of the session's configuration, drafts below 0, and
+        temperatures that are not one positive number per position of a block.
         """
-        check_draft_params(session.params, session.cfg)
+        cfg = session.cfg
+        check_draft_params(session.params, cfg)
         self.session, self.costs, self._drafter = session, costs, drafter
-        self.drafts = session.cfg.dspark_block_size if drafts is None else drafts
-        fixed_lengths([], self.drafts)
+        self.drafts = cfg.dspark_block_size if drafts is None else drafts
+        check_drafts(self.drafts)
+        self._temperatures = np.asarray([1.0] * cfg.dspark_block_size if temperatures is None else temperatures)
+        if self._temperatures.shape != (cfg.dspark_block_size,) or not (self._temperatures > 0).all():
+            rule = f"must be {cfg.dspark_block_size} positive numbers, one per position of a block"
+            raise ValueError(f"temperatures={self._temperatures.tolist()} {rule}.")
+        self.blocks: Mapping[Hashable, Block] = {}
         self._open: dict[Hashable, _Sequence] = {}
 
     def open(
@@ -73,12 +98,13 @@ class Speculator:
     ) -> int:
         """Prefills a prompt and returns its first new token; `max_new_tokens` are emitted in all.
 
-        Raises ValueError for a name that the session knows already, and for a bad request as `generate_tokens`;
-        FloatingPointError for logits that are not finite.
+        Raises ValueError for a name that the session knows already, for a bad request as `generate_tokens`, and, with
+        `costs`, for the seed of another sequence that draws; FloatingPointError for logits that are not finite.
         """
-        where = SEQUENCE if name == SEQUENCE else f"sequence {name!r}"
+        where = f"sequence {name!r}"
         if self.session.tokens(name):
             raise ValueError(f"{where} is open already: close it first.")
+        self._check_seed(where, sampling, seed)
         check_request(prompt, max_new_tokens, seed, where=where)
         check_fit(prompt, max_new_tokens, self.session.cfg, where)
         settings = settings_of([sampling], [seed], self.session.cfg.vocab_size)
@@ -87,6 +113,15 @@ class Speculator:
         first = int(np.asarray(_next(logits, settings, np.array([len(prompt)], np.int32)))[0])
         self._open[name] = _Sequence(first, max_new_tokens - 1, sampling, seed)
         return first
+
+    def _check_seed(self, where: str, sampling: Sampling, seed: int) -> None:
+        # Equal noise at equal positions would let a sequence's own draft decide, through the other one's confidence,
+        # whether it is verified: that biases what is emitted.
+        if self.costs is None or sampling.temperature <= 0:
+            return
+        for other, s in self._open.items():
+            if s.left and s.sampling.temperature > 0 and s.seed == seed:
+                raise ValueError(f"{where}: seed={seed} is that of sequence {other!r}; with costs each needs its own.")
 
     def close(self, name: Hashable) -> None:
         """Ends a sequence before or after its last token, and in the session. ValueError for one that is not open."""
@@ -110,8 +145,9 @@ class Speculator:
         )
         drafted = self._draft(live, length, settings)
         tokens = np.asarray(drafted.tokens)
+        confidence = np.asarray(drafted.confidence)
         counts = np.zeros(size, np.int32)
-        counts[: len(names)] = self._lengths(live, length, drafted.confidence)
+        counts[: len(names)] = self._lengths(live, length, confidence)
         work = {n: [live[n].pending, *tokens[i, : counts[i]].tolist()] for i, n in enumerate(names)}
         logits = np.zeros((size, cfg.dspark_block_size + 1, cfg.vocab_size), np.float32)
         for i, rows in enumerate(self.session.verify(work).values()):
@@ -121,6 +157,7 @@ class Speculator:
             used = 1 + int(found.count[i])
             check_logits(logits[i, :used], [name] * used, range(length[i], length[i] + used))
         self.session.commit({name: 1 + int(found.count[i]) for i, name in enumerate(names)})
+        self.blocks = {n: Block(int(counts[i]), int(found.count[i]), confidence[i]) for i, n in enumerate(names)}
         out = {}
         for i, name in enumerate(names):
             out[name] = [*work[name][1 : 1 + found.count[i]], int(found.next_token[i])]
@@ -136,7 +173,7 @@ class Speculator:
         step = make_draft_step(anchors, session.cfg, seqs=len(length))
         return self._drafter(session.params, session.cache, step, session.cfg, settings)
 
-    def _lengths(self, live: dict[Hashable, _Sequence], length: np.ndarray, confidence: jax.Array) -> list[int]:
+    def _lengths(self, live: dict[Hashable, _Sequence], length: np.ndarray, confidence: np.ndarray) -> list[int]:
         """Drafts to verify per live sequence, capped by the block, the context end and the tokens left."""
         cfg, limits = self.session.cfg, []
         for sequence, n in zip(live.values(), length.tolist(), strict=False):
@@ -144,7 +181,8 @@ class Speculator:
             limits.append(min(cfg.dspark_block_size, cfg.num_draft_tokens, self.drafts, *room))
         if self.costs is None:
             return fixed_lengths(limits, self.drafts)
-        chances = np.asarray(jax.nn.sigmoid(confidence))[: len(limits)]
+        # The logistic function by tanh, which does not overflow.
+        chances = 0.5 * (1.0 + np.tanh(0.5 * confidence[: len(limits)].astype(np.float64) / self._temperatures))
         return confidence_lengths(chances, limits, self.costs)
 
 
@@ -171,7 +209,7 @@ def speculate_tokens(
     check_fit(prompt, max_new_tokens, cfg)
     check_hash(ngram_hash, cfg)
     check_draft_params(params, cfg)
-    fixed_lengths([], cfg.dspark_block_size if drafts is None else drafts)
+    check_drafts(cfg.dspark_block_size if drafts is None else drafts)
     request = [int(token) for token in prompt], max_new_tokens, sampling, seed
     return _run(params, cfg, request, prefill_rows, ngram_hash, drafts)
 

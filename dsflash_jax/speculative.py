@@ -134,10 +134,15 @@ def accept_drafts(
     return Accepted(accepted, _draw(jnp.log(weights), settings.seed, length + 1 + accepted, _NEXT))
 
 
-def fixed_lengths(limits: Sequence[int], drafts: int) -> list[int]:
-    """Drafts to verify per sequence: the same number for all, as far as their `limits` allow. The control."""
+def check_drafts(drafts: int) -> None:
+    """Raises ValueError for a number of drafts to verify below 0."""
     if drafts < 0:
         raise ValueError(f"drafts={drafts} must not be negative.")
+
+
+def fixed_lengths(limits: Sequence[int], drafts: int) -> list[int]:
+    """Drafts to verify per sequence: the same number for all, as far as their `limits` allow. The control."""
+    check_drafts(drafts)
     return [min(limit, drafts) for limit in limits]
 
 

@@ -194,7 +194,8 @@ def _measured(
 
         fitted = rounds_of([generate(drafting, n, p, whole) for n, p in enumerate(prompts[FITTED])])
         progress(f"seed {seed}: calibration", TEMPERATURES.index(temperature) + 1, len(TEMPERATURES))
-        modes = _modes(budget.fixed, costs, fit_temperatures(fitted))
+        temperatures = fit_temperatures(fitted)
+        modes = _modes(budget.fixed, costs, temperatures)
         for mode in modes:  # compiles what is not compiled yet, before anything is timed
             generate(drafting, 0, prompts[FITTED][0], mode)
         traces: dict[str, list[Trace]] = {mode.name: [] for mode in modes} | {CONTROL: []}
@@ -204,7 +205,7 @@ def _measured(
                 traces[mode.name].append(generate(drafting, number, prompt, mode))
             traces[CONTROL].append(generate(control, number, prompt, whole))
             progress(f"seed {seed}: temperature {temperature:g}", number + 1, len(prompts[MEASURED]))
-        found = calibration(fitted, rounds_of(traces[whole.name]))
+        found = calibration(fitted, rounds_of(traces[whole.name]), temperatures)
         rows.append({"kind": "calibration", "temperature": temperature, **found})
         rows += _rows(traces, prompts[MEASURED], temperature)
     return rows

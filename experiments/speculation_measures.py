@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dsflash_jax.config import ModelConfig
-from dsflash_jax.draft_step import draft
 from dsflash_jax.generate import request_session
 from dsflash_jax.sampling import Sampling
 from dsflash_jax.session import Session
-from dsflash_jax.speculate import Drafter, Speculator
+from dsflash_jax.speculate import Block, Speculator
 from dsflash_jax.speculative import CostTable, next_tokens, profile_costs, settings_of
 from dsflash_jax.training.calibration import (
     Rounds,
     error_floor,
-    fit_temperatures,
     position_errors,
     reliability,
     survival,
@@ -59,16 +57,14 @@ class Mode:
 
 @dataclasses.dataclass
 class Trace:
-    """One generation: its tokens, and per round the drafts verified, those accepted and the confidences (logits).
+    """One generation: its tokens, and the block of every round.
 
     seconds: of all tokens but the first, which the prefill gives.
     """
 
     tokens: list[int]
     seconds: float
-    verified: list[int] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    confidence: list[np.ndarray] = dataclasses.field(default_factory=list)
+    blocks: list[Block] = dataclasses.field(default_factory=list)
 
 
 def held_out_prompts(
@@ -101,7 +97,8 @@ class Decoder:
 
     def __init__(self, params: Any, cfg: ModelConfig, capacity: int) -> None:
         """capacity: tokens of prompt and generation at most; every mode runs in the same caches."""
-        self.cfg, self._params, self._capacity = cfg, params, capacity
+        # On the device: parameters on the host would be passed again with every step, and the steps be timed with it.
+        self.cfg, self._params, self._capacity = cfg, jax.device_put(params), capacity
 
     def run(self, prompt: Sequence[int], new: int, sampling: Sampling, seed: int, mode: Mode) -> Trace:
         """`new` tokens behind a prompt; "plain" decodes one by one, every other mode drafts."""
@@ -109,14 +106,12 @@ class Decoder:
         if mode.name == PLAIN:
             return self._plain(session, prompt, new, sampling, seed)
         trace = Trace([], 0.0)
-        speculator = Speculator(
-            session, drafts=mode.drafts, costs=mode.costs, drafter=_recording(trace.confidence, mode.temperatures)
-        )
+        speculator = Speculator(session, drafts=mode.drafts, costs=mode.costs, temperatures=mode.temperatures)
         trace.tokens.append(speculator.open(_NAME, prompt, new, sampling, seed))
-        _watch(session, trace)
         begin = time.perf_counter()
         while emitted := speculator.round():
             trace.tokens += emitted[_NAME]
+            trace.blocks.append(speculator.blocks[_NAME])
         trace.seconds = time.perf_counter() - begin
         return trace
 
@@ -150,48 +145,18 @@ class Decoder:
         return profile_costs(round_of, sizes, time.perf_counter, min(repeats, most))
 
 
-def _recording(kept: list[np.ndarray], temperatures: Sequence[float] | None) -> Drafter:
-    """A draft step whose confidences are remembered, and divided by temperatures for what chooses by them."""
-
-    def drafter(*arguments: Any) -> Any:
-        out = draft(*arguments)
-        kept.append(np.asarray(out.confidence)[0])
-        if temperatures is None:
-            return out
-        return out._replace(confidence=out.confidence / np.asarray(temperatures, np.float32))
-
-    return drafter
-
-
-def _watch(session: Session, trace: Trace) -> None:
-    """Notes in the trace what the session is asked to verify and to commit."""
-    verify, commit = session.verify, session.commit
-
-    def watched_verify(work: Mapping[Any, Sequence[int]]) -> Any:
-        trace.verified.append(len(work[_NAME]) - 1)
-        return verify(work)
-
-    def watched_commit(accepted: Mapping[Any, int]) -> None:
-        trace.accepted.append(int(accepted[_NAME]) - 1)
-        commit(accepted)
-
-    session.verify, session.commit = watched_verify, watched_commit
-
-
 def rounds_of(traces: Sequence[Trace]) -> Rounds:
     """The rounds of some generations, as calibration takes them."""
-    return Rounds(
-        np.concatenate([np.stack(trace.confidence) for trace in traces]).astype(np.float64),
-        np.concatenate([trace.verified for trace in traces]),
-        np.concatenate([trace.accepted for trace in traces]),
-    )
+    blocks = [block for trace in traces for block in trace.blocks]
+    verified, accepted, confidence = (np.asarray(column) for column in zip(*blocks, strict=True))
+    return Rounds(confidence.astype(np.float64), verified, accepted)
 
 
 def acceptance(traces: Sequence[Trace], block: int) -> dict[str, list[int]]:
     """Per position of a block, over all rounds: how many verified a draft there, how many of these had accepted all
     drafts before it, and how many accepted it too.
     """
-    verified, accepted = (np.concatenate([getattr(t, name) for t in traces]) for name in ("verified", "accepted"))
+    _, verified, accepted = rounds_of(traces)
     counts: dict[str, list[int]] = {"verified": [], "reached": [], "accepted": []}
     for position in range(block):
         known = verified > position
@@ -206,20 +171,17 @@ def summary(traces: Sequence[Trace], block: int) -> dict[str, Any]:
     tokens = sum(len(trace.tokens) - 1 for trace in traces)
     found: dict[str, Any] = {
         "prompts": len(traces), "tokens": tokens, "seconds": sum(trace.seconds for trace in traces),
-        "rounds": sum(len(trace.verified) for trace in traces) or tokens,
+        "rounds": sum(len(trace.blocks) for trace in traces) or tokens,
     }  # fmt: skip
-    if any(trace.verified for trace in traces):
+    if any(trace.blocks for trace in traces):
         found |= acceptance(traces, block)
     return found
 
 
-def calibration(fitted: Rounds, measured: Rounds) -> dict[str, Any]:
-    """Temperatures from one set of rounds, and error and reliability on the other, before and after them."""
-    temperatures = fit_temperatures(fitted)
-    found: dict[str, Any] = {
-        "temperatures": list(temperatures),
-        "rounds": [len(r.verified) for r in (fitted, measured)],
-    }
+def calibration(fitted: Rounds, measured: Rounds, temperatures: tuple[float, ...]) -> dict[str, Any]:
+    """Error and reliability of `measured`, before and after temperatures that were fitted on `fitted`."""
+    rounds = [len(r.verified) for r in (fitted, measured)]
+    found: dict[str, Any] = {"temperatures": list(temperatures), "rounds": rounds}
     for name, used in (("before", (1.0,) * len(temperatures)), ("after", temperatures)):
         chances = survival(measured.logits, used)
         known = [measured.labelled(position) for position in range(chances.shape[1])]

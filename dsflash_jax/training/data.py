@@ -13,7 +13,8 @@ import numpy as np
 
 from dsflash_jax.training.vocabulary import FIRST_KEY, FIRST_VALUE, KEY_TOKENS, VALUE_TOKENS
 
-TRAIN_STREAM, HELD_OUT_STREAM = 0, 1
+# Random streams of one seed: training rows, held-out rows, the pool that draft layers learn from, draws from that pool.
+TRAIN_STREAM, HELD_OUT_STREAM, POOL_STREAM, DRAW_STREAM = range(4)
 # What shapes every row besides TaskMix. `row_constants` names it, and studies record that: no settings do.
 _LAG_SHARES = (0.6, 0.4)  # of the lags that do not rest: inside the window, up to two; near lags are the easier half
 _NEAR_PAIRS = 3  # of a near row: so few that each comes again inside the window

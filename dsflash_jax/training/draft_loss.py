@@ -22,11 +22,6 @@ class DraftLoss(NamedTuple):
     acceptance: jax.Array
 
 
-def acceptance_chance(draft_logits: jax.Array, target_logits: jax.Array) -> jax.Array:
-    """Chance [...] that a token drawn from the draft's distribution is accepted: 1 - ||p_draft - p_target||_1 / 2."""
-    return 1.0 - 0.5 * _distance(draft_logits, target_logits)
-
-
 def draft_loss(out: DraftForward, targets: jax.Array, settings: DraftSettings) -> DraftLoss:
     """Cross-entropy of the true tokens, L1 to the target's distribution, and BCE of the confidence.
 

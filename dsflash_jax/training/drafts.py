@@ -16,9 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dsflash_jax import steps
 from dsflash_jax.config import ModelConfig
+from dsflash_jax.training import checkpoints
 from dsflash_jax.training.continuations import continued
 from dsflash_jax.training.corpus import Corpus
-from dsflash_jax.training.data import make_batch
+from dsflash_jax.training.data import DRAW_STREAM, POOL_STREAM, TaskMix, make_batch
 from dsflash_jax.training.devices import data_mesh
 from dsflash_jax.training.draft_loss import DraftLoss, draft_loss
 from dsflash_jax.training.drive import Driven, Job, Pace, drive, newest, prepare
@@ -27,7 +28,7 @@ from dsflash_jax.training.metrics import DraftMetrics
 from dsflash_jax.training.optimizer import learning_rate, make_optimizer
 from dsflash_jax.training.settings import DraftSettings
 
-_POOL_STREAM = 2  # beside the streams of training and held-out rows: draws of the pool must not repeat theirs
+MODEL_FOLDER = "model"  # below the run's folder: the whole model, as `dsflash generate` reads it
 Params = dict[str, Any]
 
 
@@ -61,11 +62,16 @@ def with_draft_layers(backbone: Params, cfg: ModelConfig, seed: int = 0) -> Para
     return {**backbone, "mtp": steps.init_params(cfg, seed)["mtp"]}
 
 
+def pool_mix(cfg: ModelConfig, settings: DraftSettings) -> TaskMix:
+    """The prompts of the pool. Raises ValueError where the model cannot hold its rows, or a prompt is too short."""
+    settings.run.mix(cfg)
+    prompt = settings.run.context + 1 - settings.continued
+    return settings.run.replace(rows=settings.pool, context=prompt).mix(cfg)
+
+
 def draft_pool(params: Params, cfg: ModelConfig, settings: DraftSettings, corpus: Corpus) -> np.ndarray:
     """int32[pool, context + 1]: prompts of all kinds of rows, and what the backbone says behind them."""
-    prompt = settings.run.context + 1 - settings.continued
-    mix = settings.run.replace(rows=settings.pool, context=prompt).mix(cfg)
-    tokens = make_batch(mix, corpus.train, settings.run.seed, 0, _POOL_STREAM).tokens
+    tokens = make_batch(pool_mix(cfg, settings), corpus.train, settings.run.seed, 0, POOL_STREAM).tokens
     # Rows of a kind stand together in a batch; even rows are continued in another way than odd ones.
     return continued(params, cfg, tokens, settings.continued, settings.run.seed)
 
@@ -74,7 +80,7 @@ def draft_rows(pool: np.ndarray, rows: int, block: int, anchors: int, seed: int,
     """`rows` different rows of a pool int32[N, T + 1], each with `anchors` different positions, ascending, behind which
     a whole block has targets. A function of (seed, step).
     """
-    draws = np.random.default_rng([seed, _POOL_STREAM, step])
+    draws = np.random.default_rng([seed, DRAW_STREAM, step])
     chosen = pool[draws.permutation(len(pool))[:rows]]
     every = np.tile(np.arange(1, chosen.shape[1] - block, dtype=np.int32), (rows, 1))
     drawn = draws.permuted(every, axis=1)[:, :anchors]
@@ -93,9 +99,10 @@ def train_drafts(
 ) -> Generator[DraftMetrics, None, DraftResult]:
     """Trains params["mtp"] on rows that the backbone continued; drive it with `loop.run_to_end`.
 
-    The backbone is returned as it was given. Files, continuation and errors as in `loop.train`; a checkpoint also
-    belongs to its backbone, by the hash of its values. Raises ValueError for a configuration without draft layers, with
-    packed weights or Engram layers, a pool smaller than a batch, and more anchors than a row has places.
+    The backbone is returned as it was given. Below `out`, MODEL_FOLDER gets a checkpoint of the whole model. Files,
+    continuation and errors as in `loop.train`; a checkpoint also belongs to its backbone, by the hash of its values.
+    Raises ValueError for a configuration without draft layers, with packed weights or Engram layers, a pool smaller
+    than a batch, prompts too short for what the rows ask, and more anchors than a row has places.
     """
     run, block = settings.run, cfg.dspark_block_size
     if not cfg.num_nextn_predict_layers:
@@ -109,13 +116,12 @@ def train_drafts(
     if settings.anchors > run.context - block:
         places = f"the {run.context - block} positions of a row with a block behind them"
         raise ValueError(f"anchors={settings.anchors} exceeds {places}.")
-    run.mix(cfg)  # refuses what the model cannot hold
+    pool_mix(cfg, settings)  # refuses what the pool cannot be made of
     mesh = data_mesh(run.rows, devices)
     folder = prepare(out, checkpoint_every)
     frozen = {name: part for name, part in params.items() if name != "mtp"}
-    pool = functools.cache(
-        lambda: draft_pool(frozen, cfg.without_drafts(), settings, corpus)
-    )  # work: not before a step
+    # Work: not before a step.
+    pool = functools.cache(lambda: draft_pool(frozen, cfg.without_drafts(), settings, corpus))
     facts = run_facts(cfg, settings, corpus, mesh.size) | {"backbone_sha256": parameters_sha256(frozen)}
     drafts = jax.tree.map(jnp.array, params["mtp"])  # copies: steps donate their state, the caller's must survive
     state = DraftState(drafts, make_optimizer(run).init(drafts), jnp.int32(0))
@@ -131,6 +137,9 @@ def train_drafts(
 def _run(job: Job, frozen: Params) -> Generator[DraftMetrics, None, DraftResult]:
     driven: Driven = yield from drive(job)
     params = {**jax.device_get(frozen), "mtp": driven.state.params}
+    if job.folder is not None:
+        stored = {"params": {name: part for name, part in params.items() if name != "freqs"}, "step": driven.state.step}
+        checkpoints.save(job.folder.parent / MODEL_FOLDER, job.steps, stored, job.facts)
     return DraftResult(params, driven.compile_seconds, driven.seconds, job.facts)
 
 

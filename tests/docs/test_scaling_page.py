@@ -2,6 +2,8 @@
 
 import pathlib
 
+import pytest
+
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.shipped import config_path

@@ -8,7 +8,9 @@ import pytest
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.sampling import Sampling
 from dsflash_jax.shipped import config_path
+from dsflash_jax.speculate import Block
 from dsflash_jax.speculative import CostTable
+from dsflash_jax.training.calibration import fit_temperatures
 from dsflash_jax.training.settings import DraftSettings, TrainSettings
 from experiments import speculation, speculation_report
 from experiments.gate import LEARNED, NOT_A_RESULT, NOT_LEARNED
@@ -59,7 +61,7 @@ def test_too_short_rows_are_refused():
         held_out_prompts(LAB, SETTINGS, CORPUS, "needle", 2, 32, MEASURED)
 
 
-TRACE = Trace([1] * 9, 0.5, verified=[3, 3, 1], accepted=[3, 1, 1], confidence=[np.zeros(3)] * 3)
+TRACE = Trace([1] * 9, 0.5, [Block(verified, accepted, np.zeros(3)) for verified, accepted in ((3, 3), (3, 1), (1, 1))])
 
 
 def test_acceptance_counts_rounds_by_position():
@@ -71,9 +73,10 @@ def test_acceptance_counts_rounds_by_position():
 
 
 def test_calibration_fits_on_one_draw_and_measures_the_other():
-    never = rounds_of([Trace([], 0.0, [1] * 40, [0] * 40, [np.array([2.0])] * 40)])
-    half = rounds_of([Trace([], 0.0, [1] * 40, [0, 1] * 20, [np.array([2.0])] * 40)])
-    found = calibration(half, never)
+    sure = np.array([2.0])
+    never = rounds_of([Trace([], 0.0, [Block(1, 0, sure)] * 40)])
+    half = rounds_of([Trace([], 0.0, [Block(1, 0, sure), Block(1, 1, sure)] * 20)])
+    found = calibration(half, never, fit_temperatures(half))
     assert found["temperatures"] == [pytest.approx(10.0)]  # the one of the grid that is nearest to a half
     assert found["before"]["error"] == [pytest.approx(1 / (1 + np.exp(-2.0)))]
     assert found["after"]["error"][0] == pytest.approx(1 / (1 + np.exp(-0.2)), abs=1e-3)
@@ -152,7 +155,7 @@ def test_every_mode_generates_what_plain_decoding_does():
     costs = decoder.profile(prompt, (0, 5), 1)
     assert costs.rows == (1, 6) and min(costs.seconds) > 0
     plain = decoder.run(prompt, 12, Sampling(), 0, Mode(PLAIN))
-    assert len(plain.tokens) == 12 and not plain.verified
+    assert len(plain.tokens) == 12 and not plain.blocks
     free = CostTable((1, 6), (1.0, 1.0))
     modes = (
         Mode("none", 0),
@@ -163,9 +166,8 @@ def test_every_mode_generates_what_plain_decoding_does():
     for mode in modes:
         trace = decoder.run(prompt, 12, Sampling(), 0, mode)
         assert trace.tokens == plain.tokens
-        assert len(trace.verified) == len(trace.accepted) == len(trace.confidence)
-        assert sum(trace.accepted) + len(trace.accepted) == 11
-    assert decoder.run(prompt, 12, Sampling(), 0, modes[0]).verified == [0] * 11
+        assert sum(1 + block.accepted for block in trace.blocks) == 11
+    assert [block.verified for block in decoder.run(prompt, 12, Sampling(), 0, modes[0]).blocks] == [0] * 11
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ def test_a_stream_ends_at_the_border_of_a_document(run_folder, monkeypatch):
     assert list(stream(run_folder, TEXT, 4)) == ["A", "\n"]
 
 
-def test_a_border_inside_a_drafted_block_ends_the_text(run_folder, monkeypatch):
-    """B90, and drafts are asked for only where they are wanted."""
+def test_drafts_are_asked_for_and_the_text_ends_at_a_border_all_the_same(run_folder, monkeypatch):
+    """Drafts are asked for only where they are wanted."""
     asked = []
     monkeypatch.setattr(lab_text, "speculate_tokens", lambda *_, drafts: asked.append(drafts) or iter([65, 0, 66]))
     assert list(stream(run_folder, TEXT, 4, speculate=3)) == ["A"] and asked == [3]

@@ -181,6 +181,17 @@ def test_closing_one_sequence_leaves_what_was_verified_of_another():
     assert (mine.tokens("a"), mine.tokens("b")) == (tuple(A[:6]), ())
 
 
+def test_a_name_that_was_opened_again_takes_nothing_of_what_was_verified():
+    mine = session()
+    mine.append({"a": A[:4]})
+    mine.verify({"a": A[4:6]})
+    mine.close("a")
+    mine.plan({"a": B[:3]})
+    with pytest.raises(ValueError, match="'a', which was closed after it was verified"):
+        mine.commit({"a": 2})
+    assert mine.tokens("a") == ()
+
+
 def test_more_drafts_than_can_be_rolled_back_are_refused_before_anything_is_reserved():
     mine = session()
     with pytest.raises(ValueError, match=r"sequence 'a': 7 tokens to verify exceed num_draft_tokens \+ 1 = 6"):

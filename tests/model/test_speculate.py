@@ -20,7 +20,7 @@ from dsflash_jax.replay import draft_floor
 from dsflash_jax.sampling import Sampling
 from dsflash_jax.session import Session
 from dsflash_jax.speculate import Speculator, speculate_tokens
-from dsflash_jax.speculative import settings_of
+from dsflash_jax.speculative import CostTable, settings_of
 from dsflash_jax.types import DraftStep
 from tests.model import running
 from tests.model.running import stored_rows
@@ -200,6 +200,49 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_every_batch():
         assert together == alone
     partners = [(name, prompt, 9, WARM, 100 + seed) for name, prompt, _, _, seed in REQUESTS[1:]]
     assert run(Speculator(session()), [partners[0], REQUESTS[0], partners[1]])["a"] == alone["a"]
+
+
+def confident(confidence):
+    """A drafter of token 0 with the same confidence logits [S][BLOCK] in every block."""
+
+    def drafter(params, cache, step, cfg, settings):
+        shape = (len(step.slot), BLOCK)
+        given = np.zeros(shape, np.float32)
+        given[: len(confidence)] = confidence
+        return DraftOutput(np.zeros(shape, np.int32), np.zeros((*shape, cfg.vocab_size), np.float32), given)
+
+    return drafter
+
+
+@pytest.mark.parametrize(("temperatures", "expected"), [(None, [3, 0]), ((1e6, 1e6, 1e6), [1, 1])])
+def test_lengths_follow_the_calibrated_confidences_and_the_costs(temperatures, expected):
+    """One sequence is sure of its drafts, one is not; the temperatures make both as unsure, and rows cost time."""
+    costs = CostTable((2, 8), (1.0, 2.0))
+    speculator = Speculator(
+        session(), costs=costs, temperatures=temperatures, drafter=confident([[9.0] * BLOCK, [-9.0] * BLOCK])
+    )
+    with one_shape():
+        for name in "ab":
+            speculator.open(name, running.prompt(4), 12)
+        emitted = speculator.round()
+    assert [speculator.blocks[name].verified for name in "ab"] == expected
+    assert all(len(emitted[name]) == 1 + speculator.blocks[name].accepted for name in "ab")
+
+
+def test_scheduled_sequences_that_draw_need_seeds_of_their_own():
+    speculator = Speculator(session(), costs=CostTable((1,), (1.0,)))
+    with one_shape():
+        speculator.open("a", running.prompt(4), 4, WARM, 3)
+        with pytest.raises(ValueError, match="sequence 'b': seed=3 is that of sequence 'a'; with costs each needs"):
+            speculator.open("b", running.prompt(4), 4, WARM, 3)
+        speculator.open("b", running.prompt(4), 4)  # a greedy one draws nothing
+        speculator.open("c", running.prompt(4), 4, WARM, 4)
+
+
+@pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.0, 1.0), (1.0, float("nan"), 1.0)])
+def test_temperatures_that_do_not_fit_a_block_are_refused(temperatures):
+    with pytest.raises(ValueError, match="must be 3 positive numbers, one per position of a block"):
+        Speculator(session(), temperatures=temperatures)
 
 
 def test_rounds_in_steady_state_compile_nothing_and_move_no_pool(caplog):

@@ -129,3 +129,32 @@ def test_confidence_admits_while_expected_tokens_per_second_grow():
     assert confidence_lengths(chances[:1], [3], steep) == [1]  # 1.9 / 1.6 grows, 2.71 / 9 does not
     assert confidence_lengths(chances[1:], [3], steep) == [0]  # the search ends although later drafts look good
     assert fixed_lengths([3, 1], 2) == [2, 1]
+
+
+def scheduled_first_tokens(seeds):
+    """First tokens int[N] emitted by the former of N pairs of sequences, and the drafts verified of it.
+
+    Its draft is verified exactly when the latter's first draft, of which that one's next confidence tells, is token 0.
+    """
+    target, drafted = np.log([0.7, 0.3]), np.log([0.5, 0.5])
+    count = len(seeds)
+    settings = settings_of([Sampling(temperature=1.0)] * 2 * count, np.reshape(seeds, -1).tolist(), 2)
+    length = np.full(2 * count, 5, np.int32)
+    logits = np.broadcast_to(drafted, (2 * count, 2, 2)).astype(np.float32)
+    drafts = np.stack([np.asarray(draft_tokens(logits[:, i], settings, length + 1 + i)) for i in range(2)], axis=1)
+    costs = CostTable((2, 3, 4, 5, 6), (0.9, 1.0, 1.25, 1.3, 5.0))
+    chances = [[[0.5, 0.5], [0.9, 0.95 if first == 0 else 0.05]] for first in drafts[1::2, 0]]
+    verified = np.array([confidence_lengths(np.array(pair), [2, 2], costs) for pair in chances], np.int32)
+    targets = np.broadcast_to(target, (2 * count, 3, 2)).astype(np.float32)
+    found = accept_drafts(targets, logits, drafts, verified.reshape(-1), length, settings)
+    first = np.where(np.asarray(found.count) > 0, drafts[:, 0], np.asarray(found.next_token))
+    return first[::2], verified[:, 0]
+
+
+def test_scheduled_lengths_keep_the_distribution_of_sequences_with_seeds_of_their_own():
+    """B92: with one seed for both, a draft decides through the other's confidence whether it is verified itself."""
+    first, verified = scheduled_first_tokens([[2 * n, 2 * n + 1] for n in range(6000)])
+    assert 0.4 < np.mean(verified > 0) < 0.6
+    assert abs(np.mean(first == 0) - 0.7) < 4 * np.sqrt(0.21 / 6000)
+    shared, _ = scheduled_first_tokens([[n, n] for n in range(2000)])
+    assert abs(np.mean(shared == 0) - 0.7) > 0.05, "which is why a Speculator refuses it"
