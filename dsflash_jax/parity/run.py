@@ -121,7 +121,8 @@ def _trace_row(name: str, trace: Trace, path: pathlib.Path) -> dict[str, Any]:
     note = "layer by layer, logits end to end" if calm else "layer by layer"
     if trace.starts_behind_prompt:
         left_out = len(trace.arrays) - len(compared_arrays(trace))
-        note += f", decode steps from the recorded caches ({left_out} arrays of the cut prompt not compared)"
+        note += f", decode steps from the recorded caches (of the cut prompt {left_out} arrays not compared, its caches"
+        note += " packed and unpacked again)"
     return _summary(name, verdicts + calm, note)
 
 

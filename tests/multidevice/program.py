@@ -74,13 +74,16 @@ def both(cfg, mesh, decoder):
 
 
 def collectives(cfg, mesh):
-    """(operation, shape of its result) -> count, in the compiled prefill."""
+    """(operation, shape of a result of it) -> count, in the compiled prefill."""
     cache = sharding.empty_cache(cfg, mesh, PAGES, SLOTS)
     placed = sharding.shard_params(parameters(cfg), cfg, mesh)
     parts = [step_of(cfg, prompt(n), 0, n) for n in LENGTHS]
     text = sharding.lower(placed, cache, parts, cfg, mesh).compile().as_text()
-    found = re.findall(r" = (\w+\[[\d,]*\])\S* (all-gather|all-to-all|collective-permute|all-reduce)\(", text)
-    return {f"{operation} {shape}": n for (shape, operation), n in collections.Counter(found).items()}
+    # One that moves several arrays has a tuple of them as its result.
+    kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
+    found = re.findall(rf" = (\([^)]*\)|\S+) ({kinds})(?:-start)?\(", text)
+    each = [(shape, kind) for result, kind in found for shape in re.findall(r"\w+\[[\d,]*\]", result)]
+    return {f"{kind} {shape}": n for (shape, kind), n in collections.Counter(each).items()}
 
 
 def shards(placed, cache):
