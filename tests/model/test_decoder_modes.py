@@ -127,6 +127,7 @@ def seen_positions(cfg, tokens, decoder):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_replayed_window_starts_at_the_first_replayed_token():
     expected = [(10, [10]), (11, [10, 11]), (12, [10, 11, 12]), (13, [10, 11, 12, 13])]
     assert seen_positions(DEEP, prompt(14), "replay") == [expected] * DEPTH
@@ -161,7 +162,8 @@ REFERENCE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [7, pytest.param(22, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [7, 22])
 def test_a_replayed_ring_is_the_oracles_with_a_truncated_context(length):
     cfg = ModelConfig.from_json(REFERENCE).replace(page_size=8)
     weights = oracle_golden._weights(cfg, np.random.default_rng(5))

@@ -90,6 +90,7 @@ def test_chunks_of_2_1_5_equal_one_shot():
         np.testing.assert_allclose(*both, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_prefill_equals_every_split_into_prefill_and_decode():
     """B75: every prompt of up to 9 tokens, cut everywhere, in a model with entries and a selection."""
     check_every_split(CFG, PARAMS[CFG], 0, 9).check()

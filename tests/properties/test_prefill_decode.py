@@ -75,6 +75,7 @@ def test_without_the_calming_scale_the_first_selection_is_the_same():
     assert np.abs(run.stack(first, "attn_out")).max() > 0.5, "not scaled down"
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_the_served_steps_equal_the_traced_ones():
     """`prefill` and `decode` keep no scores and may read only the candidate pool's keys; `trace_step` scores all."""

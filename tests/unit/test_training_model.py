@@ -24,6 +24,10 @@ CORPUS = build_corpus((f"file{i}.py", f"def f{i}(x):\n    return x + {i}\n".enco
 SETTINGS = TrainSettings(steps=4, rows=4, context=32, pairs=4, dense_until=100.0)  # top-k from the second step on
 
 
+# The real model compiles for long; the stand-in model of test_training_loop.py trains and resumes in every run.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(folder, metrics, result) of an uninterrupted run."""
@@ -53,7 +57,6 @@ def test_metrics_hold_the_indexer_loss_and_both_phases(finished):
     assert metrics[-1].coverage == pytest.approx((1.0, 1.0), abs=1e-4)  # self-confirming under top-k
 
 
-@pytest.mark.slow  # compiles twice; the stand-in model of test_training_loop.py resumes in every run
 def test_resume_of_the_real_model_is_bit_identical(finished, tmp_path):
     steps = train(CFG, SETTINGS, CORPUS, tmp_path, checkpoint_every=2)
     for _ in range(3):
