@@ -84,8 +84,8 @@ def test_no_arena_no_expert_weight_and_no_table_is_gathered(case):
     shares = {tuple(s) for name, both in found["shards"].items() if any(part in name for part in stays) for s in both}
     assert moved, "a mesh of eight without one collective computes eight times the same"
     assert not {shape for shape in moved & shares if math.prod(shape) > 64}
-    rows_read = (16, 6)  # tokens and the table rows of each
-    assert all(shape[:2] == rows_read for shape in codes) and (case == "whole" or not codes)
+    # Codes that move are n-gram rows on their way to their tokens: at most 16 tokens with 6 rows of 33 bytes each.
+    assert all(6 in shape and math.prod(shape) <= 16 * 6 * 33 for shape in codes) and (case == "whole" or not codes)
 
 
 def test_packed_weights_lie_with_their_scales():
