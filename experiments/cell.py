@@ -40,21 +40,19 @@ from dsflash_jax.training.evaluate import (
     make_predictor,
 )
 from dsflash_jax.training.loop import TrainResult, run_to_end, train
-from dsflash_jax.training.metrics import MetricsFile, StepMetrics, read_events, read_metrics
+from dsflash_jax.training.metrics import MetricsFile, read_events, read_metrics
 from dsflash_jax.training.model import Model, package_model
 from dsflash_jax.training.optimizer import split_buffers
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import FIRST_VALUE
 from experiments.artifacts import read_json, write_json
+from experiments.progress import Progress, training_report
 
 SOLVED = 0.95  # near and far recall from which a model counts as having solved the task
 # Rows as trained ask few far questions. So half as many rows are added in which a pair rests beyond two windows after
 # half of its occurrences, not after a tenth: four to five times as many far answers in a row, of the same kind.
 RESTING_PATIENCE, RESTING_SHARE, RESTING_STEP = 0.5, 0.5, 1  # step: another draw than the rows as trained, step 0
 DECODE_WARMUP = 8
-PROGRESS_EVERY = 10  # steps between two reports
-
-Progress = Callable[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +130,11 @@ def _train(
     # A run killed between a checkpoint and its probe resumes behind that step: probe it first.
     probe.newest_checkpoint()
 
-    def report(metrics: StepMetrics) -> None:
-        shown = probe(metrics.step) if probe.is_due(metrics.step) else probe.last
-        if metrics.step % PROGRESS_EVERY == 0 or metrics.step == metrics.steps:
-            progress(
-                cell.name, metrics.step, metrics.steps, loss=metrics.loss, tokens_per_second=metrics.tokens_per_second,
-                seconds_left=metrics.seconds_left, **shown,
-            )
+    def shown(step: int) -> dict[str, float]:
+        return probe(step) if probe.is_due(step) else probe.last
 
     steps = train(cell.cfg, cell.settings, corpus, folder, checkpoint_every=cell.effort.probe_every, model=model)
-    return run_to_end(steps, report)
+    return run_to_end(steps, training_report(progress, cell.name, shown))
 
 
 class _Probe:

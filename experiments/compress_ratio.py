@@ -21,10 +21,12 @@ from dsflash_jax.training.devices import data_mesh
 from dsflash_jax.training.settings import TrainSettings
 from dsflash_jax.training.vocabulary import VALUE_TOKENS
 from experiments import figures, report
-from experiments.artifacts import claimed, note_time, open_folder, read_json, write_manifest, write_rows, write_text
-from experiments.cell import Cell, Effort, Progress, Tools, recall_batches, run_cell
+from experiments.artifacts import claimed, note_time, open_folder, read_json, write_manifest, write_text
+from experiments.cell import Cell, Effort, Tools, recall_batches, run_cell
 from experiments.gate import NOT_A_RESULT, Gate, judge
+from experiments.progress import Progress
 from experiments.rows import EQUAL_SHARE, LARGE, MAIN, measured
+from experiments.seeds import write_result
 
 STUDY = "compress-ratio"
 CHANCE = 1.0 / VALUE_TOKENS  # a uniform guess among the value tokens
@@ -148,7 +150,8 @@ def _run_in(
     gate = judge(rows, budget.seeds, is_check=mode == "quick")
     if works:
         note_time(folder, time.perf_counter() - begun, finished=True)
-    write_result(folder, plan, read_json(folder / "manifest.json"), rows, gate)
+    write_report(folder, plan, read_json(folder / "manifest.json"), rows, gate)
+    write_result(folder, plan, rows, gate)
     progress(STUDY, len(planned), len(planned), gate=gate.status)
 
 
@@ -177,12 +180,10 @@ def _refuse_other_questions(planned: list[Cell], rows: list[Mapping[str, Any]]) 
             )
 
 
-def write_result(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Gate) -> None:
-    """Figures, report.md and, last, result.json: a folder that has it is finished."""
+def write_report(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: list, gate: Gate) -> None:
+    """Figures and report.md of these rows."""
     names = figures.write_figures(folder, rows, gate, CHANCE)
     write_text(folder / "report.md", report.render(plan, manifest, rows, gate, CHANCE, names))
-    head = {"study": STUDY, "mode": plan["mode"], "status": gate.status, "gate": gate.as_json()["checks"]}
-    write_rows(folder / "result.json", head, rows)
 
 
 def _plan(

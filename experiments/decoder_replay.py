@@ -7,7 +7,6 @@ with an exact halo, with bounded replay, and, as the control, from the last wind
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,25 +20,15 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.replay import DECODER_MODES, decoder_rows
 from dsflash_jax.shipped import config_path
 from dsflash_jax.training.corpus import Corpus, python_corpus
-from dsflash_jax.training.data import row_constants
 from dsflash_jax.training.evaluate import held_out_batches
 from dsflash_jax.training.loop import run_to_end, train
-from dsflash_jax.training.metrics import StepMetrics
 from dsflash_jax.training.settings import TrainSettings
 from experiments import replay_report
-from experiments.artifacts import (
-    claimed,
-    note_time,
-    open_folder,
-    read_json,
-    write_json,
-    write_manifest,
-    write_rows,
-    write_text,
-)
-from experiments.cell import PROGRESS_EVERY, Progress
+from experiments.artifacts import read_json, write_text
 from experiments.gate import LEARNED, NOT_A_RESULT, NOT_LEARNED, Check, Gate
+from experiments.progress import Progress, training_report
 from experiments.replay_measures import agreement_rows, prefill_rows
+from experiments.seeds import Parts, Rows, run_seeds
 
 STUDY = "decoder-replay"
 NEAR_AT_LEAST, FAR_AT_LEAST = 0.95, 0.90  # of "all": a model without far recall has nothing that replay could lose
@@ -74,24 +63,17 @@ def run(
     corpus_of: Callable = python_corpus,
 ) -> Path:
     """Runs the study and returns its folder; see `experiments.registry.Study.run`. A seed that is done is not rerun."""
-    begun = time.perf_counter()
     budget, base = budget or BUDGETS[mode], base or ModelConfig.from_json(config_path("lab"))
     corpus = corpus_of()
-    plan = _plan(mode, budget, base, corpus.summary())
-    folder = open_folder(out, Path("results") / STUDY, plan, resume=mode == "full")
-    with claimed(folder):
-        facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
-        write_manifest(folder, facts | {"config_sha256": base.sha256(), "row_constants": row_constants()})
-        rows: list[dict[str, Any]] = []
-        for seed in budget.seeds:
-            rows += _seed_rows(seed, folder / f"seed{seed}", base, budget, corpus, progress)
-            note_time(folder, time.perf_counter() - begun)
-        rows += _timed(folder, base, budget, corpus, progress)
-        gate = judge(rows, is_check=mode == "quick")
-        note_time(folder, time.perf_counter() - begun, finished=True)
-        write_result(folder, plan, rows, gate)
-    progress(STUDY, 1, 1, gate=gate.status)
-    return folder
+
+    def seed_rows(seed: int, folder: Path) -> Rows:
+        return _seed_rows(seed, folder, base, budget, corpus, progress)
+
+    parts = Parts(
+        seed_rows, lambda rows: judge(rows, is_check=mode == "quick"), write_report,
+        lambda folder: _timed(base, budget, corpus, progress),
+    )  # fmt: skip
+    return run_seeds(_plan(mode, budget, base, corpus.summary()), budget.seeds, corpus, out, progress, parts)
 
 
 def _plan(mode: str, budget: Budget, base: ModelConfig, corpus: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,39 +87,25 @@ def _plan(mode: str, budget: Budget, base: ModelConfig, corpus: Mapping[str, Any
     }  # fmt: skip
 
 
-def _seed_rows(seed: int, folder: Path, cfg: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> list:
-    """Trains a model and compares the modes on it; read from disk where that was done."""
-    path = folder / "result.json"
-    if path.is_file():
-        return read_json(path)
+def _seed_rows(seed: int, folder: Path, cfg: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> Rows:
+    """Trains a model, or goes on from its last checkpoint, and compares the modes on it."""
     settings = budget.training.replace(seed=seed)
-    params = _trained(seed, folder, cfg, settings, corpus, progress)
+    report = training_report(progress, f"seed {seed}: training")
+    params = run_to_end(train(cfg, settings, corpus, folder, checkpoint_every=100), report).params
     batches = held_out_batches(cfg, settings, corpus, budget.prompts, settings.rows).recall
-    rows = []
+    rows: Rows = []
     for row in agreement_rows(params, cfg, batches, budget.lengths, budget.follow):
         rows.append({"kind": "agreement", "seed": seed, **row})
         progress(f"seed {seed}: prompts", len(rows), 4 * len(budget.lengths))
-    write_json(path, rows)
     return rows
 
 
-def _trained(seed: int, folder: Path, cfg: ModelConfig, settings: TrainSettings, corpus: Corpus, progress: Progress):
-    """Trained parameters; a training that was interrupted goes on from its last checkpoint."""
-
-    def report(metrics: StepMetrics) -> None:
-        if metrics.step % PROGRESS_EVERY == 0 or metrics.step == metrics.steps:
-            progress(f"seed {seed}: training", metrics.step, metrics.steps, loss=metrics.loss,
-                     seconds_left=metrics.seconds_left)  # fmt: skip
-
-    return run_to_end(train(cfg, settings, corpus, folder, checkpoint_every=100), report).params
-
-
-def _timed(folder: Path, base: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> list[dict[str, Any]]:
+def _timed(base: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> Rows:
     """Prefill times; weights do not change them, so untrained ones serve."""
     jobs = [("lab", base, budget.timed)]
     if budget.timed_bench:
         jobs.append(("bench_base", ModelConfig.from_json(config_path("bench_base")), budget.timed_bench))
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     total = sum(3 * len(lengths) for *_, lengths in jobs)
     for name, cfg, lengths in jobs:
         tokens = np.asarray(corpus.held_out[: max(lengths)]).tolist()
@@ -147,7 +115,7 @@ def _timed(folder: Path, base: ModelConfig, budget: Budget, corpus: Corpus, prog
     return rows
 
 
-def judge(rows: list[dict[str, Any]], *, is_check: bool = False) -> Gate:
+def judge(rows: Rows, *, is_check: bool = False) -> Gate:
     """The models must have learned recall, near and far, where every layer runs on every token."""
     checks = []
     for name, least in (("near", NEAR_AT_LEAST), ("far", FAR_AT_LEAST)):
@@ -164,10 +132,8 @@ def judge(rows: list[dict[str, Any]], *, is_check: bool = False) -> Gate:
     return Gate(LEARNED if all(check.passed for check in checks) else NOT_LEARNED, tuple(checks))
 
 
-def write_result(folder: Path, plan: Mapping[str, Any], rows: list[dict[str, Any]], gate: Gate) -> None:
-    """Figures, report.md and, last, result.json: a folder that has it is finished."""
+def write_report(folder: Path, plan: Mapping[str, Any], rows: Rows, gate: Gate) -> None:
+    """Figures and report.md of these rows."""
     names = replay_report.write_figures(folder, rows, gate)
     manifest = read_json(folder / "manifest.json")
     write_text(folder / "report.md", replay_report.render(plan, manifest, rows, gate, names))
-    head = {"study": STUDY, "mode": plan["mode"], "status": gate.status, "gate": gate.as_json()["checks"]}
-    write_rows(folder / "result.json", head, rows)

@@ -8,7 +8,6 @@ worth their measured cost. Untrained draft layers and plain decoding are the con
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,24 +21,15 @@ from dsflash_jax.shipped import config_path
 from dsflash_jax.speculative import CostTable
 from dsflash_jax.training.calibration import fit_temperatures
 from dsflash_jax.training.corpus import Corpus, python_corpus
-from dsflash_jax.training.data import row_constants
 from dsflash_jax.training.drafts import train_drafts, with_draft_layers
 from dsflash_jax.training.loop import run_to_end, train
 from dsflash_jax.training.settings import DraftSettings, TrainSettings
 from dsflash_jax.training.vocabulary import DRAFT_NOISE
 from experiments import speculation_report
-from experiments.artifacts import (
-    claimed,
-    note_time,
-    open_folder,
-    read_json,
-    write_json,
-    write_manifest,
-    write_rows,
-    write_text,
-)
-from experiments.cell import PROGRESS_EVERY, Progress
+from experiments.artifacts import read_json, write_text
 from experiments.gate import LEARNED, NOT_A_RESULT, NOT_LEARNED, Check, Gate
+from experiments.progress import Progress, training_report
+from experiments.seeds import Parts, Rows, run_seeds
 from experiments.speculation_measures import (
     CONTROL,
     FITTED,
@@ -116,23 +106,14 @@ def run(
     corpus_of: Callable = python_corpus,
 ) -> Path:
     """Runs the study and returns its folder; see `experiments.registry.Study.run`. A seed that is done is not rerun."""
-    begun = time.perf_counter()
     budget, base = budget or BUDGETS[mode], base or ModelConfig.from_json(config_path("lab"))
     corpus = corpus_of()
-    plan = _plan(mode, budget, base, corpus.summary())
-    folder = open_folder(out, Path("results") / STUDY, plan, resume=mode == "full")
-    with claimed(folder):
-        facts = {"study": STUDY, "mode": mode, "seeds": list(budget.seeds), "corpus": corpus.summary()}
-        write_manifest(folder, facts | {"config_sha256": plan["config_sha256"], "row_constants": row_constants()})
-        rows: list[dict[str, Any]] = []
-        for seed in budget.seeds:
-            rows += _seed_rows(seed, folder / f"seed{seed}", base, budget, corpus, progress)
-            note_time(folder, time.perf_counter() - begun)
-        gate = judge(rows, is_check=mode == "quick")
-        note_time(folder, time.perf_counter() - begun, finished=True)
-        write_result(folder, plan, rows, gate)
-    progress(STUDY, 1, 1, gate=gate.status)
-    return folder
+
+    def seed_rows(seed: int, folder: Path) -> Rows:
+        return _seed_rows(seed, folder, base, budget, corpus, progress)
+
+    parts = Parts(seed_rows, lambda rows: judge(rows, is_check=mode == "quick"), write_report)
+    return run_seeds(_plan(mode, budget, base, corpus.summary()), budget.seeds, corpus, out, progress, parts)
 
 
 def _plan(mode: str, budget: Budget, base: ModelConfig, corpus: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,35 +127,22 @@ def _plan(mode: str, budget: Budget, base: ModelConfig, corpus: Mapping[str, Any
     }  # fmt: skip
 
 
-def _seed_rows(seed: int, folder: Path, base: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> list:
-    """Trains a model and its draft layers and measures them; read from disk where that was done."""
-    path = folder / "result.json"
-    if path.is_file():
-        return read_json(path)
+def _seed_rows(seed: int, folder: Path, base: ModelConfig, budget: Budget, corpus: Corpus, progress: Progress) -> Rows:
+    """Trains a model and its draft layers, or goes on from their last checkpoints, and measures them."""
     cfg = with_drafts(base)
-    report = _report(f"seed {seed}: backbone", progress)
+    report = training_report(progress, f"seed {seed}: backbone")
     settings = budget.training.replace(seed=seed)
     backbone = run_to_end(train(base, settings, corpus, folder / "backbone", checkpoint_every=100), report).params
     untrained = with_draft_layers(backbone, cfg, seed)
     drafts = dataclasses.replace(budget.drafts, run=budget.drafts.run.replace(seed=seed))
-    report = _report(f"seed {seed}: drafts", progress)
+    report = training_report(progress, f"seed {seed}: drafts")
     trained = run_to_end(train_drafts(untrained, cfg, drafts, corpus, folder / "drafts", checkpoint_every=100), report)
-    rows = [{"seed": seed, **row} for row in _measured(trained.params, untrained, cfg, seed, budget, corpus, progress)]
-    write_json(path, rows)
-    return rows
-
-
-def _report(label: str, progress: Progress) -> Callable[[Any], None]:
-    def report(metrics: Any) -> None:
-        if metrics.step % PROGRESS_EVERY == 0 or metrics.step == metrics.steps:
-            progress(label, metrics.step, metrics.steps, loss=metrics.loss, seconds_left=metrics.seconds_left)
-
-    return report
+    return [{"seed": seed, **row} for row in _measured(trained.params, untrained, cfg, seed, budget, corpus, progress)]
 
 
 def _measured(
     trained: Any, untrained: Any, cfg: ModelConfig, seed: int, budget: Budget, corpus: Corpus, progress: Progress
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Rows of one seed: costs, calibration, and one per kind of prompt, mode and temperature."""
     capacity = budget.length + budget.new
     drafting, control = (Decoder(params, cfg, capacity) for params in (trained, untrained))
@@ -184,7 +152,7 @@ def _measured(
         for draw, count in ((MEASURED, budget.prompts), (FITTED, budget.fitted))
     }  # fmt: skip
     costs = drafting.profile(prompts[FITTED][0].tokens, budget.fixed, budget.profiled)
-    rows: list[dict[str, Any]] = [{"kind": "costs", "rows": list(costs.rows), "seconds": list(costs.seconds)}]
+    rows: Rows = [{"kind": "costs", "rows": list(costs.rows), "seconds": list(costs.seconds)}]
     whole = Mode(f"fixed {BLOCK}", drafts=BLOCK)
     for temperature in TEMPERATURES:
         sampling = Sampling(temperature)
@@ -217,7 +185,7 @@ def _modes(lengths: Sequence[int], costs: CostTable, temperatures: tuple[float, 
     return [Mode(PLAIN), *fixed, *scheduled]
 
 
-def _rows(traces: Mapping[str, Sequence[Trace]], prompts: Sequence[Prompt], temperature: float) -> list[dict[str, Any]]:
+def _rows(traces: Mapping[str, Sequence[Trace]], prompts: Sequence[Prompt], temperature: float) -> Rows:
     """One row per kind of prompt and mode. Greedy tokens are compared with plain decoding's, prompt by prompt."""
     rows = []
     for kind in KINDS:
@@ -274,10 +242,8 @@ def _listed(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.1%}" for share in shares)
 
 
-def write_result(folder: Path, plan: Mapping[str, Any], rows: list[dict[str, Any]], gate: Gate) -> None:
-    """Figures, report.md and, last, result.json: a folder that has it is finished."""
+def write_report(folder: Path, plan: Mapping[str, Any], rows: Rows, gate: Gate) -> None:
+    """Figures and report.md of these rows."""
     names = speculation_report.write_figures(folder, plan, rows, gate)
     manifest = read_json(folder / "manifest.json")
     write_text(folder / "report.md", speculation_report.render(plan, manifest, rows, gate, names))
-    head = {"study": STUDY, "mode": plan["mode"], "status": gate.status, "gate": gate.as_json()["checks"]}
-    write_rows(folder / "result.json", head, rows)

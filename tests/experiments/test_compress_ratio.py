@@ -14,6 +14,7 @@ from dsflash_jax.training.evaluate import held_out_batches
 from dsflash_jax.training.metrics import read_events, read_metrics
 from experiments import cell as cell_module
 from experiments import compress_ratio
+from experiments import progress as progress_module
 from experiments.artifacts import read_json
 from experiments.cell import recall_batches
 from experiments.compress_ratio import BUDGETS, SCHEDULES, cells, run, with_schedule
@@ -197,7 +198,7 @@ def test_finished_cells_are_not_run_again(tmp_path, monkeypatch):
 def test_an_interrupted_run_continues_from_its_checkpoint_to_the_same_result(tmp_path, monkeypatch):
     whole = read_json(study(tmp_path / "whole") / "result.json")["rows"]
     parts, name = tmp_path / "parts", "enc2-dec1-seed0"
-    monkeypatch.setattr(cell_module, "PROGRESS_EVERY", 1)
+    monkeypatch.setattr(progress_module, "PROGRESS_EVERY", 1)
     with pytest.raises(KeyboardInterrupt):
         study(parts, Progress(stop_at=(name, 5)))  # behind the checkpoint of step 4
     folder = parts / "cells" / name
