@@ -260,9 +260,18 @@ def _per_group(one: Callable, mesh: Mesh) -> Callable:
     return over_mesh
 
 
-def lower(params: Any, cache: Any, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh) -> jax.stages.Lowered:
-    """The step of `prefill` traced but not compiled: for reading its HLO."""
-    return _compiled(cfg, mesh, "last", True).lower(params, cache, stack_steps(parts))
+def lower(
+    step: str, params: Any, cache: Any, parts: Sequence[Any], cfg: ModelConfig, mesh: Mesh,
+    settings: Sequence[Settings] = (),
+) -> jax.stages.Lowered:
+    """A step traced but not compiled: for reading its HLO. step: "prefill" (`decode` is the same), "verify" or "draft",
+    which takes draft steps and settings."""
+    if step == "draft":
+        return _compiled_draft(cfg, mesh).lower(params, cache, stack_steps(parts), stack_steps(settings))
+    if step not in ("prefill", "verify"):
+        raise ValueError(f"step={step!r} must be one of prefill, verify, draft.")
+    run, advance = ("last", True) if step == "prefill" else ("all", False)
+    return _compiled(cfg, mesh, run, advance).lower(params, cache, stack_steps(parts))
 
 
 def _without_tensor(spec: PartitionSpec) -> PartitionSpec:
