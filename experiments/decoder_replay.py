@@ -71,7 +71,7 @@ def run(
 
     parts = Parts(
         seed_rows, lambda rows: judge(rows, is_check=mode == "quick"), write_report,
-        lambda folder: _timed(base, budget, corpus, progress),
+        lambda: _timed(base, budget, corpus, progress),
     )  # fmt: skip
     return run_seeds(_plan(mode, budget, base, corpus.summary()), budget.seeds, corpus, out, progress, parts)
 

@@ -28,13 +28,13 @@ class Parts(NamedTuple):
     """What a study adds to the frame.
 
     seed_rows: (seed, its folder) -> rows; not called for a seed that is done. judge: all rows -> gate. write_report:
-    (folder, plan, rows, gate) writes figures and report.md. last_rows: (folder) -> rows that belong to no seed.
+    (folder, plan, rows, gate) writes figures and report.md. last_rows: () -> rows that belong to no seed.
     """
 
     seed_rows: Callable[[int, Path], Rows]
     judge: Callable[[Rows], Gate]
     write_report: Callable[[Path, Mapping[str, Any], Rows, Gate], None]
-    last_rows: Callable[[Path], Rows] = lambda folder: []
+    last_rows: Callable[[], Rows] = list
 
 
 def run_seeds(
@@ -54,7 +54,7 @@ def run_seeds(
         for seed in seeds:
             rows += _rows_of(seed, folder / f"seed{seed}", parts)
             note_time(folder, time.perf_counter() - begun)
-        rows += parts.last_rows(folder)
+        rows += parts.last_rows()
         gate = parts.judge(rows)
         note_time(folder, time.perf_counter() - begun, finished=True)
         parts.write_report(folder, plan, rows, gate)
