@@ -1,0 +1,1 @@
+"""What all ops share: dispatch, device facts, packed rows, codes, and the shapes that evidence is made for."""

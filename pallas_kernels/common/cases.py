@@ -1,0 +1,57 @@
+"""The shapes that evidence is made for, listed once per op; compilation, timing and GPU checks all use them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pallas_kernels.common.draw import Draw
+
+
+class Cost(NamedTuple):
+    """What a call must at least do: bytes moved to and from memory, floating-point operations (multiply-add = 2)."""
+
+    nbytes: int
+    flops: int
+
+
+class Budget(NamedTuple):
+    """What the compiled kernels of a case must keep.
+
+    matrix: matrix instructions must be present. instructions: at least so many, so that an empty kernel fails.
+    spill_bytes: at most so many bytes spilled. sort: whether the program may contain a sort.
+    """
+
+    matrix: bool
+    instructions: int
+    spill_bytes: int = 0
+    sort: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an op at one shape.
+
+    args: (draw, small) -> inputs; `small` asks for the same kind of call at a size that interpretation finishes in a
+    second. call: (*args, **options) -> result, where options are `implementation`, `interpret` and `config` of the
+    public function. want: the same call on NumPy inputs, in float64 where results are not discrete. cost and shape are
+    those of the full size.
+    """
+
+    op: str
+    name: str
+    args: Callable[[Draw, bool], tuple]
+    call: Callable[..., Any]
+    want: Callable[..., Any]
+    cost: Cost
+    budget: Budget
+    tolerance: float = 0.0  # of the largest magnitude of `want`; 0 = equal
+    short: bool = False  # part of the short AOT run: one shape per op and format
+    configs: tuple[Any, ...] = ()  # tile configs that a sweep tries
+    shape: Mapping[str, int | str] = dataclasses.field(default_factory=dict)  # for tables
+
+    @property
+    def key(self) -> str:
+        """op/name, unique."""
+        return f"{self.op}/{self.name}"

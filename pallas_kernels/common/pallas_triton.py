@@ -1,0 +1,128 @@
+"""What the Triton kernels share: matrix products, masked gathers of bytes, and the call itself.
+
+Pallas-Triton is deprecated since JAX 0.11. Only files of this name import it, here and in the op folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.common.formats import RowLayout
+from pallas_kernels.common.tiles import TileConfig
+
+MIN_DOT = 16  # smallest side of a matrix product in Triton
+
+
+def call(
+    kernel: Callable[..., None],
+    *operands: Any,
+    name: str,
+    grid: tuple[int, ...],
+    out_shape: Any,
+    config: TileConfig,
+    interpret: bool,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """One kernel launch. Whole arrays are passed as references: kernels compute their own addresses."""
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=out_shape,
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """a [M, K] times b [K, N] (or [N, K]) summed in float32.
+
+    float32 operands are multiplied as float32: the default would be TF32 on a GPU and float32 when interpreted.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def load_columns(ref: Any, page: jax.Array, start: jax.Array, width: int, mask: jax.Array, step: int = 1) -> jax.Array:
+    """ref[page, start + step * (0..width-1)] for rows [N] of a 2-D reference: [N, width], 0 where mask [N] is False.
+
+    All indices are arrays: interpretation has no masked load that mixes arrays and slices.
+    """
+    columns = start[:, None] + step * jnp.arange(width, dtype=jnp.int32)[None, :]
+    pages = jnp.broadcast_to(page[:, None], columns.shape)
+    other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
+    return pltriton.load(ref.at[pages, columns], mask=jnp.broadcast_to(mask[:, None], columns.shape), other=other)
+
+
+def store_columns(ref: Any, page: jax.Array, start: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+    """Stores value [N, width] at ref[page, start + (0..width-1)] where mask [N] is True.
+
+    Interpretation writes old values back through masked lanes, so their addresses must not be written elsewhere.
+    """
+    columns = start[:, None] + jnp.arange(value.shape[1], dtype=jnp.int32)[None, :]
+    pages = jnp.broadcast_to(page[:, None], columns.shape)
+    pltriton.store(ref.at[pages, columns], value, mask=jnp.broadcast_to(mask[:, None], columns.shape))
+
+
+def row_address(
+    layout: RowLayout, unit: int, table_ref: Any, seq: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(page, column, valid) of rows `index` [N] of sequence `seq` (scalar) through a block table [S, W].
+
+    Rows below 0, behind the table or without a page are not valid; their address is page 0's first row.
+    """
+    width = table_ref.shape[1]
+    inside = (index >= 0) & (index < width * layout.rows_per_page)
+    safe = jnp.where(inside, index, 0)
+    at = jnp.full(index.shape, seq, jnp.int32), safe // layout.rows_per_page
+    page = pltriton.load(table_ref.at[at], mask=inside, other=-1)
+    valid = inside & (page >= 0)
+    # Constants are divided before they are multiplied: the compiler then knows how far a row is aligned.
+    first, step = layout.offset // unit, layout.row_bytes // unit
+    row = jnp.where(valid, safe % layout.rows_per_page, 0)
+    return jnp.where(valid, page, 0), first + row * step, valid
+
+
+def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """[N, W] twice -> [N, 2 W] with even[..., i] at 2 i and odd[..., i] at 2 i + 1."""
+    return jnp.stack([even, odd], axis=-1).reshape(even.shape[0], 2 * even.shape[1])
+
+
+def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `interleave`."""
+    pairs = x.reshape(x.shape[0], x.shape[1] // 2, 2)
+    even, odd = jnp.unstack(pairs, axis=-1)
+    return even, odd
+
+
+def per_group(scales: jax.Array, width: int) -> jax.Array:
+    """[N, G] -> [N, width], each scale repeated for the width / G elements of its group."""
+    rows, groups = scales.shape
+    return jnp.broadcast_to(scales[:, :, None], (rows, groups, width // groups)).reshape(rows, width)
+
+
+def small_sides(interpret: bool, **sides: int) -> list[str]:
+    """A reason for each named side of a matrix product that Triton cannot multiply; none when interpreted."""
+    if interpret:
+        return []
+    return [f"{name}={side} is less than {MIN_DOT}, the least of a matrix product" for name, side in sides.items()
+            if side < MIN_DOT]  # fmt: skip
+
+
+def load_rows_of(ref: Any, rows: jax.Array, columns: jax.Array, mask: jax.Array, other: Any) -> Any:
+    """ref[rows, columns] for index arrays of one shape, `other` where mask is False."""
+    return pltriton.load(ref.at[rows, columns], mask=mask, other=other)
+
+
+def scatter(ref: Any, at: Sequence[jax.Array], value: jax.Array, mask: jax.Array) -> None:
+    """ref[at] = value where mask; masked lanes must aim at an address that nothing else writes."""
+    pltriton.store(ref.at[tuple(at)], value, mask=mask)

@@ -1,0 +1,1 @@
+"""Exact top-k of each row, ascending positions."""

@@ -1,0 +1,118 @@
+"""`topk_select` without a sort: blocks of scores in registers, the k-th largest found by counting, bits at a time.
+
+A row longer than a block is reduced in rounds: the k best of a row are among the k best of its blocks. A round writes
+the survivors of each block in order of position, so that equal scores keep being decided by position.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import pallas_triton as common
+from pallas_kernels.common.tiles import next_power_of_two, shared_memory_reasons
+from pallas_kernels.topk_select.config import TopkConfig
+
+_SIGN = -(2**31)
+_KEY_OF_MINUS_INFINITY = -2139095041  # int32 of _key(-inf); Triton cannot bitcast a literal
+_WORD = 32
+
+
+def unsupported(scores: jax.Array, k: int, config: TopkConfig) -> tuple[str, ...]:
+    """Why the kernel cannot serve the call; empty if it can."""
+    reasons = []
+    block = _block(scores.shape[1], config)
+    if scores.shape[1] > block and 2 * (k + 1) > block:
+        reasons.append(f"k={k} of rows longer than block={block} must be less than half a block")
+    # Prefix sums and layout changes pass the block through shared memory.
+    reasons += shared_memory_reasons(f"block={block}", 4 * block)
+    return tuple(reasons)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "config", "interpret"))
+def topk_select(scores: jax.Array, *, k: int, config: TopkConfig, interpret: bool) -> jax.Array:
+    """As `api.topk_select`."""
+    block = _block(scores.shape[1], config)
+    position = None
+    while scores.shape[1] > block:
+        scores, position = _round(scores, position, k, block, config, interpret)
+    _, position = _round(scores, position, k, block, config, interpret)
+    return position[:, :k]
+
+
+def _block(entries: int, config: TopkConfig) -> int:
+    return min(config.block, next_power_of_two(entries))
+
+
+def _round(scores, position, k: int, block: int, config: TopkConfig, interpret: bool):
+    """The k best of each block, in order of position: (scores, positions) [T, blocks * (k + 1)], -inf and -1 padded."""
+    rows, width = scores.shape
+    blocks = pl.cdiv(width, block)
+    kernel = functools.partial(_kernel, width=width, k=k, block=block, bits=config.bits, numbered=position is not None)
+    # The last slot of a block is padding: the lanes that are not selected aim at it.
+    out = [jax.ShapeDtypeStruct((rows, blocks, k + 1), dtype) for dtype in (jnp.float32, jnp.int32)]
+    operands = (scores,) if position is None else (scores, position)
+    values, index = common.call(
+        kernel, *operands, name="topk_select", grid=(blocks, rows), out_shape=out, config=config, interpret=interpret
+    )
+    return values.reshape(rows, -1), index.reshape(rows, -1)
+
+
+def _kernel(*refs, width: int, k: int, block: int, bits: int, numbered: bool):
+    score_ref, position_ref = (refs[0], refs[1]) if numbered else (refs[0], None)
+    value_ref, index_ref = refs[-2:]
+    part, row = pl.program_id(0), pl.program_id(1)
+    lane = jnp.arange(block, dtype=jnp.int32)
+    at = jnp.full((block,), row, jnp.int32), part * block + lane
+    inside = at[1] < width
+    score = common.load_rows_of(score_ref, *at, inside, float("-inf"))
+    position = at[1] if position_ref is None else common.load_rows_of(position_ref, *at, inside, -1)
+    key = _key(score)
+    threshold = _kth_largest(key, k, bits)
+    above, equal = key > threshold, key == threshold
+    spare = k - jnp.sum(above.astype(jnp.int32))
+    chosen = above | (equal & (jnp.cumsum(equal.astype(jnp.int32)) <= spare))
+    chosen &= key > _KEY_OF_MINUS_INFINITY
+    place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
+    count = jnp.sum(chosen.astype(jnp.int32))
+    _pad(value_ref, index_ref, row, part, count, k)
+    target = (at[0], jnp.full((block,), part, jnp.int32), jnp.where(chosen, place, k))
+    common.scatter(value_ref, target, score, chosen)
+    common.scatter(index_ref, target, position, chosen)
+
+
+def _pad(value_ref, index_ref, row, part, count, k: int) -> None:
+    """Fills the slots from `count` on, the last one included; the selected ones are written by other lanes."""
+    value_ref[row, part, k] = float("-inf")
+    index_ref[row, part, k] = -1
+    slot = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
+    free = (slot >= count) & (slot < k)
+    target = (jnp.full(slot.shape, row, jnp.int32), jnp.full(slot.shape, part, jnp.int32), jnp.where(free, slot, k))
+    common.scatter(value_ref, target, jnp.full(slot.shape, float("-inf"), jnp.float32), free)
+    common.scatter(index_ref, target, jnp.full(slot.shape, -1, jnp.int32), free)
+
+
+def _key(score: jax.Array) -> jax.Array:
+    """int32 in the order of the scores: equal for both zeros, lowest for NaN."""
+    bits = lax.bitcast_convert_type(jnp.where(score == 0.0, 0.0, score), jnp.int32)
+    key = bits ^ ((bits >> (_WORD - 1)) & 0x7FFFFFFF)
+    return jnp.where(score != score, _SIGN, key)
+
+
+def _kth_largest(key: jax.Array, k: int, bits: int) -> jax.Array:
+    """The largest value that at least k keys reach (the lowest of all where there are fewer), digit by digit."""
+
+    def decide(digit: jax.Array, low: jax.Array) -> jax.Array:
+        shift = _WORD - bits * (digit + 1)
+        found = low
+        for value in range(1, 1 << bits):
+            candidate = low | (value << shift)
+            reached = jnp.sum((key >= (candidate ^ _SIGN)).astype(jnp.int32))
+            found = jnp.where(reached >= k, candidate, found)
+        return found
+
+    return lax.fori_loop(0, _WORD // bits, decide, jnp.int32(0)) ^ _SIGN
