@@ -29,7 +29,7 @@ def decode_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def decode_e8m0(codes: jax.Array) -> jax.Array:
-    """8-bit codes (int32) -> float32 2^(code - 127) for 1..254; 0 gives zero's neighbour 2^-127 where not flushed."""
+    """8-bit codes (int32) -> float32 2^(code - 127), 255 is NaN; code 0 is a denormal that a product may flush."""
     bits = jnp.where(codes == 0, 1 << (_MANTISSA - 1), codes << _MANTISSA)
     return jnp.where(codes == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
 
