@@ -200,17 +200,39 @@ def generate(
 
 
 def bench(
+    what: tyro.conf.Positional[Literal["model", "kernels"]] = "model",
     config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG")] = None,
     peer: Annotated[Literal["mlx-lm"] | None, tyro.conf.arg(metavar="mlx-lm")] = None,
+    device: Annotated[str | None, tyro.conf.arg(metavar="SLUG")] = None,
+    op: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     as_json: Json = False,
 ) -> int:
-    """Time prefill and decode on this machine, compile time apart, with the limit that each meets.
+    """Time the model or its kernels on this machine, compile time apart, with the limit that each meets.
 
     Args:
-        config: a configuration file; the shape of the reference timings without it.
-        peer: `mlx-lm` runs the same shape in that library beside it, where installed.
+        what: `model` times prefill and decode, `kernels` prints the roofline of every kernel and times what runs here.
+        config: of `model`: a configuration file; the shape of the reference timings without it.
+        peer: of `model`: `mlx-lm` runs the same shape in that library beside it, where installed.
+        device: of `kernels`: whose data sheet the roofline is made with: h200 (without it), a100 or b200.
+        op: of `kernels`: only this op.
         as_json: print the rows as JSON instead of tables.
     """
+    options = {"model": {"config": config, "peer": peer}, "kernels": {"device": device, "op": op}}
+    for other, given in options.items():
+        for name, value in given.items():
+            if other != what and value is not None:
+                raise ValueError(f"--{name} is an option of `dsflash bench {other}`, not of `dsflash bench {what}`.")
+    if what == "kernels":
+        from experiments.artifacts import git_state
+        from pallas_kernels.bench import kernel_report
+        from pallas_kernels.common.devices import device_for
+
+        report = kernel_report(device_for(device or "h200"), (op,) if op else (), (git_state() or {}).get("commit"))
+        if not as_json:  # the same in every row
+            for row in report["measured"]:
+                del row["versions"], row["git_sha"]
+        _print_report(report, as_json, "Kernels")
+        return 0
     from dsflash_jax.bench import run_bench
 
     report = run_bench(config=None if config is None else config_path(config), peer=peer)

@@ -41,7 +41,11 @@ def _compile_one(key: str, arch: str) -> dict[str, Any]:
     from pallas_kernels.common.draw import Draw
 
     case = find_case(key)
-    return report(device_for(arch), lambda *a: case.call(*a, implementation="pallas_triton"), case.args(Draw(None), False))
+
+    def call(*args: Any) -> Any:
+        return case.call(*args, implementation="pallas_triton")
+
+    return report(device_for(arch), call, case.args(Draw(None), False))
 
 
 def _compile_all(options: argparse.Namespace) -> int:

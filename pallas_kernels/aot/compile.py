@@ -129,5 +129,5 @@ def tool(name: str) -> str:
     """Path of a CUDA compiler tool: the one of the installed wheels."""
     path = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / name
     if not os.access(path, os.X_OK):
-        raise FileNotFoundError(f"{name} is missing: install the `aot` extra (pip install --no-deps -r aot.txt).")
+        raise FileNotFoundError(f"{name} is missing: install the extra `aot` (Python 3.12: pip install -e '.[aot]').")
     return str(path)

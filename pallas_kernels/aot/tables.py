@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -52,11 +53,9 @@ def write_table(path: Path, device: Device, rows: list[dict[str, Any]]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what compiles the kernels."""
+    """Versions of what compiles the kernels, of what is installed."""
     found = {}
     for name in TOOLS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
     return found

@@ -49,6 +49,7 @@ class Case:
     tolerance: float = 0.0  # of the largest magnitude of `want`; 0 = equal
     short: bool = False  # part of the short AOT run: one shape per op and format
     configs: tuple[Any, ...] = ()  # tile configs that a sweep tries
+    bucket: str = ""  # of the tuned table, where the fastest of them goes
     shape: Mapping[str, int | str] = dataclasses.field(default_factory=dict)  # for tables
 
     @property

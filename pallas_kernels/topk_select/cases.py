@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.topk_select.api import topk_select
-from pallas_kernels.topk_select.config import TopkConfig
+from pallas_kernels.topk_select.config import TopkConfig, bucket
 
 _SWEEP = tuple(
     TopkConfig(block=block, bits=bits, num_warps=warps)
@@ -40,6 +40,7 @@ def _case(rows: int, entries: int, k: int, short: bool = False) -> Case:
         budget=Budget(matrix=False, instructions=500),
         short=short,
         configs=_SWEEP,
+        bucket=bucket(entries, k),
         shape={"rows": rows, "entries": entries, "k": k, "dtype": "float32"},
     )
 

@@ -4,7 +4,7 @@ import math
 
 
 def topk_positions(row, k):
-    """Positions of the k largest values of a list, ascending, -1 padded; NaN and -inf never, equal values: lowest first."""
+    """Positions of the k largest values of a list, ascending, -1 padded; NaN and -inf never, of equals the lowest."""
     left = [(i, float(v)) for i, v in enumerate(row) if not math.isnan(v) and v != -math.inf]
     chosen = []
     while left and len(chosen) < k:
