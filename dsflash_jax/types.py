@@ -57,10 +57,15 @@ class StepInfo:
 
 
 class Published(NamedTuple):
-    """Latest source outputs, carried from layer to layer within one call."""
+    """Latest source outputs, carried from layer to layer within one call.
 
-    selection_TxK: jax.Array | None  # entry indices, ascending, -1 = none
-    candidates_TxC: jax.Array | None  # candidate block numbers, ascending, -1 = none
+    Lists and masks say the same; a step carries the form that its layers read (both where it captures).
+    """
+
+    selection_TxK: jax.Array | None = None  # entry indices, ascending, -1 = none
+    candidates_TxC: jax.Array | None = None  # candidate block numbers, ascending, -1 = none
+    selected_TxE: jax.Array | None = None  # bool: the selection as a mask over the entries of a block table
+    pool_TxB: jax.Array | None = None  # bool: the candidate blocks as a mask over the blocks of a block table
 
 
 @jax.tree_util.register_dataclass

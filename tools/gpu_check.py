@@ -91,7 +91,8 @@ def _correctness(cases: list, cpu: bool, clock: Clock) -> Iterator[dict[str, Any
             row |= {"error": error, "right": error <= case.tolerance}
         except Exception as problem:  # one broken kernel must not hide the others
             row |= {"error": None, "right": False, "problem": _short(problem)}
-        print(f"{'right' if row['right'] else 'WRONG'} {case.key}: {row['error']} (allowed {case.tolerance})", flush=True)
+        verdict = "right" if row["right"] else "WRONG"
+        print(f"{verdict} {case.key}: {row['error']} (allowed {case.tolerance})", flush=True)
         yield row
 
 
@@ -114,7 +115,8 @@ def _timed(case: Any, way: str, cpu: bool, rates: Any, config: Any = None) -> di
     try:
         interpret = cpu and way == KERNEL
         row = measure(case, way, small=cpu, interpret=interpret, config=config, rates=rates)
-        print(f"{case.key} {row['implementation']} {config or ''}: {row['steady_us']} us, of bound {row.get('of_bound')}")
+        of_bound = f", {row['of_bound']:.0%} of bound" if "of_bound" in row else ""
+        print(f"{case.key} {row['implementation']} {config or ''}: {row['steady_us']} us{of_bound}", flush=True)
     except Exception as problem:
         row = {"op": case.op, "case": case.name, "implementation": way, "problem": _short(problem)}
         print(f"{case.key} {way} {config or ''}: {row['problem']}", flush=True)

@@ -27,7 +27,7 @@ def prefill_asymmetric(
     start = decoder_start(model.cfg)
     context = model.context(step)
     streams, pre = model.embed_step(step)
-    state = streams, pre, cache, Published(None, None)
+    state = streams, pre, cache, Published()
     # Target layers of the drafts are decoder layers here: `check_tail` refuses others.
     streams, pre, cache, _ = model.run_layers(slice(0, start), context, state, captures, [])
     cache = keep_tail(cache, step, streams, pre)
@@ -42,7 +42,7 @@ def _decode_ends(model: Transformer, step: StepInfo, cache: ModelCache, rows, ca
     start = decoder_start(model.cfg)
     now = last_rows(step, rows[0])
     streams, pre = read_tail(cache.tail, now)
-    published, targets = Published(None, None), []
+    published, targets = Published(), []
     for layer, count in enumerate(rows, start):
         after = last_rows(step, count)
         if after.num_rows < now.num_rows:

@@ -12,7 +12,7 @@ from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention, Rope
-from dsflash_jax.modules.selection import select, table_entries
+from dsflash_jax.modules.selection import reading, select, selection_list, table_entries
 from dsflash_jax.modules.step_index import Tiles, completing_rows, history_index, interleave_history
 from dsflash_jax.ops.compressor import pool
 from dsflash_jax.ops.rope import apply_rope
@@ -27,10 +27,6 @@ from dsflash_jax.ops.sparse_attention import (
 )
 from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
-
-# Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
-# has rows enough to share it.
-DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 8
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +72,7 @@ def attention_step(
         index_query = attn.indexer.query(x, qr, rope)
         published = select(index_query, published, step, context.tiles, cache.pages, role, cfg, capture)
     if role.ratio:
-        sources.append(_main_source(published.selection_TxK, context, cache.pages, role.kv_source, cfg))
+        sources.append(_main_source(published, context, cache.pages, role.kv_source, cfg))
     tiles = (context.tiles.rows, context.tiles.seq, context.tiles.place)
     out = sparse_attention(q, sources, attn.attn_sink[...], tiles, scale=attn.scale, scratch_bytes=cfg.scratch_bytes)
     if capture is not None:
@@ -162,20 +158,20 @@ def _pool_groups(
     return latent, dataclasses.replace(cache, state=state)
 
 
-def _main_source(selection: jax.Array, context: StepContext, pages: jax.Array, kv_source: int, cfg: ModelConfig):
-    """The selected main rows: unpacked per query, or once for all queries, whichever is less work."""
+def _main_source(published: Published, context: StepContext, pages: jax.Array, kv_source: int, cfg: ModelConfig):
+    """The selected main rows, read as `selection.reading` decides."""
     step = context.step
     member = cache_layout(cfg).member(kv_source, "main")
     tables = step.block_tables[GLOBAL_GROUP]
-    entries = table_entries(step, member)
-    rows, picks = selection.shape
-    table_bytes = 4 * step.num_seqs * entries * member.width
-    if rows * picks < step.num_seqs * entries or table_bytes > cfg.scratch_bytes:
-        page, offset = entry_address(member, tables, step.row_to_seq[:, None], selection)
+    how = reading(step, context.tiles, kv_source, cfg)
+    if not how.table:
+        page, offset = entry_address(member, tables, step.row_to_seq[:, None], selection_list(published, cfg))
         return RowSource(pages, page, offset, member.format, member.width)
+    entries = table_entries(step, member)
     table = _unpack_tables(tables, pages, member).reshape(step.num_seqs, entries, member.width)
-    dense = context.tiles.rows.shape[1] >= DENSE_TILE_ROWS and entries <= DENSE_KEYS_PER_PICK * picks
-    return MaskedTableSource(table, selection, entries) if dense else TableSource(table, selection)
+    if how.dense and published.selected_TxE is not None:
+        return MaskedTableSource(table, published.selected_TxE, entries)
+    return TableSource(table, selection_list(published, cfg))
 
 
 def _unpack_tables(tables: jax.Array, pages: jax.Array, member: Member) -> jax.Array:

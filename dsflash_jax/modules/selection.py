@@ -14,10 +14,10 @@ from dsflash_jax.cache.layout import Member, cache_layout
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
-from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
+from dsflash_jax.ops.indexer import block_entries, block_mask, block_ranks, index_scores, mask_invisible
 from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
 from dsflash_jax.ops.rows import read_bytes, read_rows
-from dsflash_jax.ops.topk import select_topk
+from dsflash_jax.ops.topk import listed, select_topk, topk_mask
 from dsflash_jax.roles import LayerRole, kv_owners
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 
@@ -49,6 +49,47 @@ def tile_rows(step: StepInfo, cfg: ModelConfig) -> int:
     return min(1 << (share - 1).bit_length(), 1 << (budget.bit_length() - 1), MAX_TILE_ROWS)
 
 
+# Measured on two CPU cores: in a dense product over a whole table a key costs about 1/8 of a picked key, once a tile
+# has rows enough to share it.
+DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 8
+
+
+class Reading(NamedTuple):
+    """How the layers of a KV owner read its main rows in this step, static.
+
+    table: unpacked once per sequence, not per query. dense: that table whole, under masks.
+    """
+
+    table: bool
+    dense: bool
+
+
+def reading(step: StepInfo, tiles: Tiles, kv_source: int, cfg: ModelConfig) -> Reading:
+    """Whichever is less work: rows unpacked per query, once for all queries, or once and multiplied whole."""
+    member = cache_layout(cfg).member(kv_source, "main")
+    entries = table_entries(step, member)
+    table_bytes = 4 * step.num_seqs * entries * member.width
+    table = step.num_rows * cfg.index_topk >= step.num_seqs * entries and table_bytes <= cfg.scratch_bytes
+    shared = tiles.rows.shape[1] >= DENSE_TILE_ROWS and entries <= DENSE_KEYS_PER_PICK * cfg.index_topk
+    return Reading(table, table and shared)
+
+
+class _Forms(NamedTuple):
+    """What a selection is wanted as, static. lists, masks: of the selection; pool lists of the candidate blocks."""
+
+    lists: bool
+    masks: bool
+    reads_pool: bool  # keys of the candidate blocks alone are scored
+    scores: bool  # captured
+
+
+def _forms(step: StepInfo, tiles: Tiles, role: LayerRole, cfg: ModelConfig, capture: bool) -> _Forms:
+    dense = reading(step, tiles, role.kv_source, cfg).dense
+    width = table_entries(step, cache_layout(cfg).member(role.kv_source, "index"))
+    pool = tiles.rows.shape[1] * cfg.candidate_topk_blocks * cfg.candidate_block_size
+    return _Forms(capture or not dense, dense, 0 < pool < width and not capture and not cfg.stale_index_keys, capture)
+
+
 def select(
     query: Query,
     published: Published,
@@ -60,22 +101,24 @@ def select(
     capture: dict | None = None,
 ) -> Published:
     """Fresh top-k of an index source, with the candidate pool built or read as the layer's role says."""
-    width = table_entries(step, cache_layout(cfg).member(role.kv_source, "index"))
-    pool = published.candidates_TxC if role.reads_candidates else None
-    one = functools.partial(_select_tile, query, pool, step, pages, role, cfg, width, capture is not None)
+    forms = _forms(step, tiles, role, cfg, capture is not None)
+    one = functools.partial(_select_tile, query, published, step, pages, role, cfg, forms)
     if tiles.seq.shape[0] == 1:
         results = jax.tree.map(lambda x: x[None], one((tiles.rows[0], tiles.seq[0])))
     else:
         results = lax.map(one, (tiles.rows, tiles.seq))
     flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[tiles.place], results)
     live = (step.positions >= 0)[:, None]
-    selection, candidates, scores = jax.tree.map(lambda x: jnp.where(live, x, -1), flat)
+    picked, scores = jax.tree.map(lambda x: jnp.where(live, x, False if x.dtype == bool else -1), flat)
     if capture is not None:
         capture["index_score"] = scores
-    return Published(selection, candidates if role.builds_candidates else published.candidates_TxC)
+    if role.builds_candidates:
+        return picked
+    return picked._replace(candidates_TxC=published.candidates_TxC, pool_TxB=published.pool_TxB)
 
 
-def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
+def _select_tile(query, published, step, pages, role, cfg, forms: _Forms, tile) -> tuple[Published, jax.Array | None]:
+    """(the tile's part of what is published, masked scores where they are captured)."""
     rows, seq = tile
     row = jnp.maximum(rows, 0)
     positions = jnp.where(rows >= 0, step.positions[row], -1)
@@ -83,25 +126,60 @@ def _select_tile(query, pool, step, pages, role, cfg, width, keep_scores, tile):
     q, weights = query.q[row], query.weights[row]
     table_row = step.block_tables[GLOBAL_GROUP][seq]
     member = cache_layout(cfg).member(role.kv_source, "index")
-    blocks = None if pool is None else pool[row]
-    pool_entries = 0 if pool is None else rows.shape[0] * pool.shape[1] * cfg.candidate_block_size
-    if 0 < pool_entries < width and not keep_scores and not cfg.stale_index_keys:
-        return _select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg), None, None
+    width = table_entries(step, member)
+    if role.reads_candidates and forms.reads_pool:
+        blocks = pool_list(published, cfg)[row]
+        return Published(_select_in_pool(q, weights, blocks, visible, pages, table_row, member, cfg)), None
 
-    def run(entries: int):
+    def run(entries: int) -> tuple[Published, jax.Array | None]:
         scores = _table_scores(q, weights, pages, table_row[: entries // member.rows_per_page], member, cfg)
         if cfg.stale_index_keys:
             scores = _stale_scores(scores, q, weights, positions, step.start[seq], pages, table_row, role, cfg)
         scores = mask_invisible(scores, visible)
-        if blocks is not None:
-            scores = jnp.where(block_mask(blocks, entries, cfg.candidate_block_size), scores, -jnp.inf)
-        candidates = None
-        if role.builds_candidates:
-            candidates = candidate_blocks(scores, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-        return select_topk(scores, cfg.index_topk), candidates, scores if keep_scores else None
+        if role.reads_candidates:
+            scores = jnp.where(_in_pool(published, row, entries, cfg), scores, -jnp.inf)
+        return _pick(scores, visible, width, role, cfg, forms), scores if forms.scores else None
 
-    sizes = [width] if keep_scores else prefix_sizes(width, member.rows_per_page)
+    sizes = [width] if forms.scores else prefix_sizes(width, member.rows_per_page)
     return run_prefix(jnp.max(visible), sizes, run)
+
+
+def _pick(scores: jax.Array, visible: jax.Array, width: int, role: LayerRole, cfg: ModelConfig, forms: _Forms):
+    """`Published` of masked scores [B, entries], its masks as wide as a table of `width` entries."""
+    picked = Published(
+        selection_TxK=select_topk(scores, cfg.index_topk) if forms.lists else None,
+        selected_TxE=_widen(topk_mask(scores, cfg.index_topk), width) if forms.masks else None,
+    )
+    if not role.builds_candidates:
+        return picked
+    ranks, blocks = block_ranks(scores, visible, cfg.candidate_block_size), -(-width // cfg.candidate_block_size)
+    if forms.reads_pool:
+        return picked._replace(candidates_TxC=select_topk(ranks, cfg.candidate_topk_blocks))
+    listed = select_topk(ranks, cfg.candidate_topk_blocks) if forms.scores else None
+    return picked._replace(candidates_TxC=listed, pool_TxB=_widen(topk_mask(ranks, cfg.candidate_topk_blocks), blocks))
+
+
+def selection_list(published: Published, cfg: ModelConfig) -> jax.Array:
+    """The selection as a list: int32[T, index_topk]. Made from the mask where more rows of the step read densely."""
+    given = published.selection_TxK
+    return listed(published.selected_TxE, cfg.index_topk) if given is None else given
+
+
+def pool_list(published: Published, cfg: ModelConfig) -> jax.Array:
+    """The candidate blocks as a list: int32[T, candidate_topk_blocks]; see `selection_list`."""
+    given = published.candidates_TxC
+    return listed(published.pool_TxB, cfg.candidate_topk_blocks) if given is None else given
+
+
+def _in_pool(published: Published, row: jax.Array, entries: int, cfg: ModelConfig) -> jax.Array:
+    """bool[B, entries]: whether an entry lies in one of its query's candidate blocks."""
+    if published.pool_TxB is None:  # given as a list from outside the step
+        return block_mask(published.candidates_TxC[row], entries, cfg.candidate_block_size)
+    return jnp.repeat(published.pool_TxB[row], cfg.candidate_block_size, axis=1)[:, :entries]
+
+
+def _widen(mask: jax.Array, width: int) -> jax.Array:
+    return jnp.pad(mask, ((0, 0), (0, width - mask.shape[1])))
 
 
 def _table_scores(q, weights, pages, table_row, member: Member, cfg: ModelConfig) -> jax.Array:

@@ -181,7 +181,7 @@ class Transformer(nnx.Module):
             raise ValueError(f'logits={logits!r} must be "last" or "all".')
         context, start = self.context(step), decoder_start(self.cfg)
         streams, pre = self.embed_step(step)
-        state, targets = (streams, pre, cache, Published(None, None)), []
+        state, targets = (streams, pre, cache, Published()), []
         streams, pre, cache, published = self.run_layers(slice(0, start), context, state, captures, targets)
         cache = keep_tail(cache, step, streams, pre)
         state = streams, pre, cache, published

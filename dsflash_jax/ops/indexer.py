@@ -47,11 +47,11 @@ def mask_invisible(scores: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(entry < visible[:, None], scores, -jnp.inf)
 
 
-def candidate_blocks(scores: jax.Array, visible: jax.Array, block_size: int, topk_blocks: int) -> jax.Array:
-    """Best candidate blocks per query: masked scores [B, E] -> block numbers int32[B, topk_blocks], ascending, -1 pad.
+def block_ranks(scores: jax.Array, visible: jax.Array, block_size: int) -> jax.Array:
+    """What candidate blocks are chosen by: masked scores [B, E] -> float32[B, blocks], the chosen ones the largest.
 
-    A block's score is its best position, NaN counting as -inf; the block of the newest visible entry is pinned and
-    counts among the `topk_blocks`; blocks without a visible position are dropped.
+    A block's rank is its best position, NaN counting as -inf; the block of the newest visible entry is pinned: it ranks
+    above all others. Blocks without a visible position rank -inf, so they are never chosen.
     """
     rows, width = scores.shape
     blocks = -(-width // block_size)
@@ -60,8 +60,15 @@ def candidate_blocks(scores: jax.Array, visible: jax.Array, block_size: int, top
     # A legal score of +inf ranks behind the pin, whose block would otherwise lose a tie to lower ones.
     best = jnp.minimum(best, jnp.finfo(best.dtype).max)
     newest = jnp.where(visible > 0, (visible - 1) // block_size, -1)
-    best = jnp.where(jnp.arange(blocks) == newest[:, None], jnp.inf, best)
-    return select_topk(best, topk_blocks)
+    return jnp.where(jnp.arange(blocks) == newest[:, None], jnp.inf, best)
+
+
+def candidate_blocks(scores: jax.Array, visible: jax.Array, block_size: int, topk_blocks: int) -> jax.Array:
+    """Best candidate blocks per query: masked scores [B, E] -> block numbers int32[B, topk_blocks], ascending, -1 pad.
+
+    The pinned block counts among the `topk_blocks`; see `block_ranks`.
+    """
+    return select_topk(block_ranks(scores, visible, block_size), topk_blocks)
 
 
 def block_mask(blocks: jax.Array, width: int, block_size: int) -> jax.Array:

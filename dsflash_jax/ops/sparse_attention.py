@@ -65,20 +65,19 @@ class TableSource:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MaskedTableSource(TableSource):
-    """As `TableSource`, but a tile reads the first `size` rows of its sequence's table under a mask.
+class MaskedTableSource:
+    """Rows already unpacked into one table of N rows per sequence, of which a tile reads the first `size` under a mask.
 
-    One dense product serves all queries of the tile: faster than picking while N is a few times K.
+    One dense product serves all queries of the tile: faster than picking while N is a few times the rows picked.
     """
 
+    table_SxNxD: jax.Array
+    selected_TxN: jax.Array  # bool
     size: int = dataclasses.field(metadata=dict(static=True))
 
     def gather(self, rows: jax.Array, seq: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(keys float32[size, D] shared by the tile, valid bool[B, size])."""
-        index = self.index_TxK[rows]
-        target = jnp.where(index < 0, self.size, index)
-        line = jnp.arange(rows.shape[0])[:, None]
-        valid = jnp.zeros((rows.shape[0], self.size), bool).at[line, target].set(True, mode="drop")
+        valid = self.selected_TxN[rows, : self.size]
         # Rows that nobody selects may hold any bytes; 0 * NaN would poison the product.
         seen = jnp.any(valid, axis=0)
         return jnp.where(seen[:, None], self.table_SxNxD[seq, : self.size], 0.0), valid
@@ -188,7 +187,8 @@ def sparse_attention(
 
         if table is None:
             return run(0)
-        return run_prefix(jnp.max(table.index_TxK[index]) + 1, prefix_sizes(table.size), run)
+        used = jnp.any(table.selected_TxN[index], axis=0)
+        return run_prefix(jnp.max(jnp.where(used, jnp.arange(table.size) + 1, 0)), prefix_sizes(table.size), run)
 
     out = one((rows[0], seq[0])) if rows.shape[0] == 1 else lax.map(one, (rows, seq))
     return out.reshape(-1, *q_TxHxD.shape[1:])[place]

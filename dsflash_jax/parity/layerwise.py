@@ -68,7 +68,7 @@ def forced_step(params: steps.Params, cache: ModelCache, step: StepInfo, given: 
     model = steps.bind(params, cfg)
     context = model.context(step)
     streams, pre = model.embed_step(step)
-    published, captures, targets = Published(None, None), [], []
+    published, captures, targets = Published(), [], []
     for layer, inputs in zip(model.layers, given[:-1], strict=True):
         if is_target(cfg, layer.attn.role.layer):
             targets.append(target_hidden(inputs.get(MEMORY, streams)))

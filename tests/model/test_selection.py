@@ -41,7 +41,7 @@ def compare(cfg, start, rows, draws, zeros_from, layer=-1, table=running.PAGES):
     """What `layer` publishes on random pages: (with all scores kept, as served)."""
     role = layer_roles(cfg)[layer]
     member = cache_layout(cfg).member(role.kv_source, "index")
-    assert rows * cfg.candidate_topk_blocks * cfg.candidate_block_size < table * member.rows_per_page
+    assert rows > 4 or rows * cfg.candidate_topk_blocks * cfg.candidate_block_size < table * member.rows_per_page
     pages = np.full((64, cache_layout(cfg).page_bytes), running.POISON_BYTE, np.uint8)
     for each in cache_layout(cfg).members:
         if each.kind == "index":
@@ -77,6 +77,20 @@ def test_scoring_a_prefix_of_a_long_table_selects_what_scoring_all_of_it_selects
         for name in ("selection_TxK", "candidates_TxC"):
             assert np.array_equal(getattr(whole, name), getattr(prefix, name)), (start, name)
         assert start < 125 or (whole.selection_TxK >= 0).all()
+
+
+def test_masks_and_lists_select_the_same():
+    """Sixteen rows of one sequence are read densely: served steps carry masks, traced ones both forms."""
+    draws = np.random.default_rng(1)
+    for layer in (4, 5):  # builds the pool, reads it
+        for start in (0, 3, 16):
+            traced, served = compare(CFG, start, 16, draws, 2, layer=layer, table=4)
+            assert served.selection_TxK is None
+            for mask, lists in ((served.selected_TxE, traced.selection_TxK), (served.pool_TxB, traced.candidates_TxC)):
+                if mask is not None:
+                    picked = [row[row >= 0].tolist() for row in lists]
+                    assert [np.flatnonzero(row).tolist() for row in mask] == picked
+            assert layer == 5 or served.pool_TxB is not None
 
 
 def test_stale_keys_reach_a_layer_that_reads_a_pool():

@@ -87,6 +87,14 @@ def test_rows_picked_from_pages(count, k, rows, width, scratch):
     assert (np.asarray(ours)[(index < 0).all(axis=1)] == 0).all()
 
 
+def masked(tables, index):
+    """A MaskedTableSource of the rows that `index` lists, -1 = none."""
+    selected = np.zeros((index.shape[0], tables.shape[1]), bool)
+    for row, picked in zip(selected, index, strict=True):
+        row[picked[picked >= 0]] = True
+    return MaskedTableSource(tables, selected, tables.shape[1])
+
+
 @pytest.mark.parametrize("scratch", [1, 2**20])
 @pytest.mark.parametrize("kind", [TableSource, MaskedTableSource])
 @pytest.mark.parametrize(("sizes", "k", "rows"), [((5,), 3, 9), ((4, 1, 6), 4, 40), ((9, 7), 6, 520)])
@@ -97,7 +105,7 @@ def test_rows_picked_from_tables(sizes, k, rows, kind, scratch):
     reach = np.where((owner == 0) & (rows > 100), 100, rows)
     index = np.stack([np.sort(RNG.choice(reach[t], k, replace=False)) for t in range(count)]).astype(np.int32)
     index[1, 1:], index[2] = -1, -1
-    source = kind(tables, index, rows) if kind is MaskedTableSource else kind(tables, index)
+    source = masked(tables, index) if kind is MaskedTableSource else kind(tables, index)
     ours = attention(q, [source], sink, tiles_of(sizes, 4), scratch=scratch)
     for t in range(count):
         expected = oracle(q[t : t + 1], tables[owner[t]], index[t : t + 1], sink, 0.3)[0]
@@ -150,7 +158,7 @@ def test_garbage_in_rows_that_nobody_picks_is_not_read(kind):
     elif kind == "table":
         source = TableSource(table[None], index)
     elif kind == "masked":
-        source = MaskedTableSource(table[None], index, 8)
+        source = masked(table[None], index)
     else:
         index = np.array([[1, -1], [1, 2], [2, 3], [3, 4]], np.int32)
         source = BandSource(table, np.array([1, 1, 2, 3], np.int32), np.array([1, 2, 3, 4], np.int32), 2)
