@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,26 +36,49 @@ def listed(mask: jax.Array, k: int) -> jax.Array:
 def topk_mask(scores: jax.Array, k: int) -> jax.Array:
     """bool[..., E]: what `select_topk` selects, as a mask.
 
-    The k-th largest score is found bit by bit, each by counting the scores that reach a candidate. Counting is a plain
-    pass over the row: on a CPU a mask takes a third to a tenth of the time of a list, which needs a sort.
+    A score that exactly k scores reach is found bit by bit, by counting those that reach a candidate. Counting is a
+    plain pass over the rows: on a CPU a mask takes a third to a tenth of the time of a list, which needs a sort.
     """
     ranked = canonical(scores)
     legal = ranked > -jnp.inf
     key = _ordered(ranked)
-    threshold = _largest(_WORD, lambda low: _count(key >= (low ^ _SIGN)[..., None]) >= k, scores.shape[:-1]) ^ _SIGN
-    above = (key > threshold[..., None]) & legal
-    equal = (key == threshold[..., None]) & legal
-    spare = k - _count(above)
-    width = scores.shape[-1]
+    few = _count(legal) <= k  # everything legal is selected
+
+    def undecided(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        bit, _, reached = state
+        return (bit >= 0) & jnp.any((reached != k) & ~few)
+
+    def decide(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        bit, low, reached = state
+        candidate = low | lax.shift_left(jnp.int32(1), bit)
+        count = _count(key >= (candidate ^ _SIGN)[..., None])
+        enough = count >= k
+        return bit - 1, jnp.where(enough, candidate, low), jnp.where(enough, count, reached)
+
+    # Unsigned in an int32. Usually half of the bits suffice; all of them are needed where scores on the border tie.
+    start = (jnp.int32(_WORD - 1), jnp.zeros(few.shape, jnp.int32), jnp.full(few.shape, scores.shape[-1], jnp.int32))
+    _, low, reached = lax.while_loop(undecided, decide, start)
+    threshold = (low ^ _SIGN)[..., None]
+    tied = (reached != k) & ~few
+    chosen = lax.cond(
+        jnp.any(tied),
+        lambda: jnp.where(tied[..., None], _first_equals(key, threshold, k), key >= threshold),
+        lambda: key >= threshold,
+    )
+    return jnp.where(few[..., None], legal, chosen)
+
+
+def _first_equals(key: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
+    """All keys above the threshold and the first of those equal to it, k in all."""
+    above, equal = key > threshold, key == threshold
+    spare, width = k - _count(above), key.shape[-1]
     position = jnp.arange(width)
 
-    def first_equals() -> jax.Array:
-        fits = lambda end: _count(equal & (position < end[..., None])) <= spare  # noqa: E731
-        return _largest(width.bit_length(), fits, spare.shape)
+    def decide(i: jax.Array, end: jax.Array) -> jax.Array:
+        candidate = end | lax.shift_left(jnp.int32(1), jnp.int32(width.bit_length() - 1) - i)
+        return jnp.where(_count(equal & (position < candidate[..., None])) <= spare, candidate, end)
 
-    # Equal scores on the border are rare: without them the passes over positions are left out.
-    tied = jnp.any(_count(equal) > spare)
-    end = lax.cond(tied, first_equals, lambda: jnp.full(spare.shape, width, jnp.int32))
+    end = lax.fori_loop(0, width.bit_length(), decide, jnp.zeros(spare.shape, jnp.int32))
     return above | (equal & (position < end[..., None]))
 
 
@@ -69,13 +90,3 @@ def _ordered(scores: jax.Array) -> jax.Array:
 
 def _count(mask: jax.Array) -> jax.Array:
     return jnp.sum(mask.astype(jnp.int32), axis=-1)
-
-
-def _largest(bits: int, holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Per row the largest number of that many bits, unsigned in an int32, that a monotone rule accepts; 0 if none."""
-
-    def decide(i: jax.Array, low: jax.Array) -> jax.Array:
-        candidate = low | lax.shift_left(jnp.int32(1), jnp.int32(bits - 1) - i)
-        return jnp.where(holds(candidate), candidate, low)
-
-    return lax.fori_loop(0, bits, decide, jnp.zeros(shape, jnp.int32))
