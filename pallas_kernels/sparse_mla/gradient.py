@@ -1,4 +1,4 @@
-"""Gradient of `sparse_mla` in plain XLA: each tile is computed again, and its keys' gradients are added to the arena."""
+"""Gradient of `sparse_mla` in plain XLA: a tile is computed again and its keys' gradients are added to the arena."""
 
 from __future__ import annotations
 
