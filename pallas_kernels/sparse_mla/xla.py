@@ -15,6 +15,9 @@ from pallas_kernels.sparse_mla.attention import attend
 from pallas_kernels.sparse_mla.row_set import RowSet
 from pallas_kernels.sparse_mla.sources import MaskedTable, Source, choose
 
+# Where queries gather their own keys nothing is shared but the loop, and what stays in the cache of a core is read
+# again at no cost: on two CPU cores 128 queries take half the time that they take under 64 MiB.
+CACHED_BYTES = 4 * 2**20
 TILE = 128  # queries of a tile where the caller names no tiles
 Tiles = tuple[jax.Array, jax.Array, jax.Array]  # (rows, seq, place), see `api.sparse_mla`
 
@@ -53,6 +56,8 @@ def make_plan(q: jax.Array, row_sets: Sequence[RowSet], tiles: Tiles | None, scr
     rows, place = (tiles[0], tiles[2]) if tiles is not None else _whole(q.shape[0], TILE if shared else 1)
     width = rows.shape[1]
     sources = [choose(row_set, width, shared, scratch_bytes) for row_set in row_sets]
+    if any(per_query for _, per_query in (source.keys(width) for source in sources)):
+        scratch_bytes = min(scratch_bytes, CACHED_BYTES)
     part = next((n for n in range(width, 1, -1) if width % n == 0 and _bytes(q, sources, n) <= scratch_bytes), 1)
     return Plan(sources, rows.reshape(-1, part), place)
 
