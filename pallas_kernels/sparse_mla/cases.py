@@ -56,7 +56,7 @@ def _args(draw: Draw, small: bool, *, queries: int, prefill: bool, global_format
     seq = draw.integers(0, seqs, (queries,))
     ring = draw.arena(seqs, near.rows_per_page * near.row_bytes, near)
     arena = draw.arena(pages, _SOURCES * rows * (far.row_bytes + _INDEX_BYTES), far)
-    window_set = PagedRows(ring, draw.pages(1, seqs).reshape(seqs, 1), seq, near)
+    window_set = PagedRows(ring, draw.pages(seqs, 1), seq, near)
     global_set = PagedRows(arena, draw.integers(0, pages, (seqs, pages)), seq, far)
     return (
         draw.normal((queries, heads, width), jnp.bfloat16),
