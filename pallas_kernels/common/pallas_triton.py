@@ -126,3 +126,8 @@ def load_rows_of(ref: Any, rows: jax.Array, columns: jax.Array, mask: jax.Array,
 def scatter(ref: Any, at: Sequence[jax.Array], value: jax.Array, mask: jax.Array) -> None:
     """ref[at] = value where mask; masked lanes must aim at an address that nothing else writes."""
     pltriton.store(ref.at[tuple(at)], value, mask=mask)
+
+
+def load_at(ref: Any, at: Sequence[jax.Array], mask: jax.Array, other: Any) -> Any:
+    """ref[at] for index arrays of one shape and any rank of reference, `other` where mask is False."""
+    return pltriton.load(ref.at[tuple(at)], mask=mask, other=other)

@@ -1,0 +1,28 @@
+"""What `sparse_mla` attends to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from pallas_kernels.common.formats import PagedRows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSet:
+    """Rows that each query lists: numbers of its sequence in `rows`, -1 = none; a number listed twice counts twice.
+
+    run: a promise about lists like a sliding window's. A query lists consecutive rows, each once, and all rows that
+    the queries of a tile list lie within K + B - 1 consecutive ones (K = length of the lists, B = queries of the tile).
+    """
+
+    rows: PagedRows
+    index: jax.Array  # int32[T, K]
+    run: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @property
+    def picks(self) -> int:
+        """Length of the lists, static."""
+        return self.index.shape[1]
