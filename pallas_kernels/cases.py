@@ -6,7 +6,7 @@ import importlib
 
 from pallas_kernels.common.cases import Case
 
-OPS = ("topk_select",)
+OPS = ("indexer_scores", "candidate_select", "candidate_scores", "topk_select")
 
 
 def all_cases() -> tuple[Case, ...]:

@@ -51,9 +51,7 @@ def candidate_scores(
     if block_size < 1:
         raise ValueError(f"{OP}: block_size={block_size} must be at least 1.")
     config = config or default_config(keys.layout.format)
-    run = functools.partial(
-        pallas_triton.candidate_scores, block_size=block_size, config=config, interpret=interpret
-    )
+    run = functools.partial(pallas_triton.candidate_scores, block_size=block_size, config=config, interpret=interpret)
     reasons = pallas_triton.unsupported(q, keys, block_size, score_dtype, config, interpret)
     plain = functools.partial(
         xla.candidate_scores, block_size=block_size, score_dtype=score_dtype, scratch_bytes=scratch_bytes

@@ -12,7 +12,7 @@ def candidate_select(block_scores: jax.Array, visible: jax.Array, *, block_size:
     """Numbers of the best blocks, ascending: [T, NB], visible [T] -> int32[T, topk_blocks], -1 padding.
 
     The block of the newest visible entry is pinned and counts among the topk_blocks; -inf and NaN are dropped, +inf
-    ranks behind the pin; of equal scores the lowest block wins.
+    counts as the largest finite score; of equal scores the lowest block wins.
     """
     finite = jnp.minimum(block_scores, jnp.finfo(jnp.float32).max)  # keeps NaN
     newest = jnp.where(visible > 0, (visible - 1) // block_size, -1)

@@ -73,9 +73,7 @@ def indexer_scores(
     tiles, batch, *_ = q.shape
     entries, total = keys.rows_per_seq, tiles * batch
     blocks = -(-entries // block_size) if block_size else 0
-    flat, flat_weights, heads = prepare_queries(
-        q.reshape(total, *q.shape[2:]), weights.reshape(total, -1), keys.layout
-    )
+    flat, flat_weights, heads = prepare_queries(q.reshape(total, *q.shape[2:]), weights.reshape(total, -1), keys.layout)
     widths = [] if blocks_only else [entries]
     widths += [blocks] if block_size else []
     kernel = functools.partial(
@@ -119,7 +117,9 @@ def _kernel(
 
     @pl.when(part * tile < newest)
     def _():
-        keys = load_keys(arena_ref, table_ref, seq_ref[number], jnp.where(entry < newest, entry, -1), layout, unit, q_ref.dtype)
+        keys = load_keys(
+            arena_ref, table_ref, seq_ref[number], jnp.where(entry < newest, entry, -1), layout, unit, q_ref.dtype
+        )
 
         def one(i: jax.Array) -> None:
             first = number * batch + i * queries
@@ -186,7 +186,7 @@ def load_queries(q_ref: Any, first: jax.Array, rows: int, heads: int, layout: Ro
 def load_keys(
     arena_ref: Any, table_ref: Any, seq: jax.Array, index: jax.Array, layout: RowLayout, unit: int, dtype: Any
 ) -> Keys:
-    """Keys `index` [N] of sequence `seq`, in the dtype of the products; not valid: below 0, behind the table, no page."""
+    """Keys `index` [N] of sequence `seq` in the dtype of products; not valid: below 0, behind the table, no page."""
     page, column, valid = common.row_address(layout, unit, table_ref, seq, index)
     fmt, width = layout.fmt, layout.width
     load = functools.partial(common.load_columns, arena_ref, page, mask=valid)
@@ -214,9 +214,7 @@ def _words(load: Any, column: jax.Array, width: int, size: int) -> jax.Array:
     return sum(load(column + i, width, step=size).astype(jnp.int32) << (8 * i) for i in range(size))
 
 
-def score(
-    keys: Keys, q: tuple[jax.Array, ...], weight_ref: Any, first: jax.Array, rows: int, heads: int
-) -> jax.Array:
+def score(keys: Keys, q: tuple[jax.Array, ...], weight_ref: Any, first: jax.Array, rows: int, heads: int) -> jax.Array:
     """sum_h weights[h] * relu(q[h] . k): float32 [N, rows] for query rows `first` on, not masked."""
     dots = sum(common.dot(k, part, transpose_b=True) for k, part in zip(keys.parts, q, strict=True))
     weighted = jnp.maximum(dots, 0.0) * weight_ref[pl.ds(first * heads, rows * heads)][None, :]

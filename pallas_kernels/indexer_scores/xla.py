@@ -26,7 +26,12 @@ def indexer_scores(
 ):
     """As `reference.indexer_scores`; scratch_bytes bounds the unpacked keys and the scores of single heads."""
     one = functools.partial(
-        _tile, keys, block_size=block_size, blocks_only=blocks_only, score_dtype=score_dtype, scratch_bytes=scratch_bytes
+        _tile,
+        keys,
+        block_size=block_size,
+        blocks_only=blocks_only,
+        score_dtype=score_dtype,
+        scratch_bytes=scratch_bytes,
     )
     tiles = (q, weights, keys.seq, visible)
     if q.shape[0] == 1:
@@ -63,7 +68,9 @@ def _tile(keys: PagedRows, tile, *, block_size: int, blocks_only: bool, score_dt
 
     results = lax.map(chunk_scores, (tables, first))
     entries = pages * rows
-    lengths = [-(-entries // block_size)] if blocks_only else [entries, *([-(-entries // block_size)] if block_size else [])]
+    lengths = (
+        [-(-entries // block_size)] if blocks_only else [entries, *([-(-entries // block_size)] if block_size else [])]
+    )
     return tuple(jnp.moveaxis(r, 0, 1).reshape(q.shape[0], -1)[:, :n] for r, n in zip(results, lengths, strict=True))
 
 
@@ -83,7 +90,7 @@ def _page_keys(keys: PagedRows, pages: jax.Array) -> jax.Array:
 
 
 def read_keys(keys: PagedRows, page: jax.Array, column: jax.Array, count: int) -> jax.Array:
-    """[N * count, D]: `count` adjacent rows from each (page, column) [N], gathered as they lie; any where page is -1."""
+    """[N * count, D]: `count` adjacent rows from each (page, column) [N] on; any values where the page is -1."""
     layout = keys.layout
     size = count * layout.row_bytes // keys.unit
     index = jnp.stack([jnp.maximum(page, 0), column], axis=-1)
