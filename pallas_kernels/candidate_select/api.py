@@ -28,8 +28,8 @@ def candidate_select(
     """Numbers of the best blocks per query, ascending: float32[T, NB] -> int32[T, topk_blocks], padded with -1.
 
     The block of the newest of `visible` int32[T] entries (0 = none) is pinned: it counts among the `topk_blocks` and
-    precedes every score; a legal +inf counts as the largest finite one. -inf and NaN are never selected; +0 equals -0; of equal scores the lowest
-    block wins. topk_blocks may exceed NB.
+    precedes every score; a legal +inf counts as the largest finite one. -inf and NaN are never selected; +0 equals -0;
+    of equal scores the lowest block wins. topk_blocks may exceed NB.
     implementation, interpret: see `common.dispatch.dispatch`. config: tiles of the kernel, None = the tuned ones.
 
     Raises ValueError for other dtypes and shapes, UnsupportedError where a named implementation cannot serve.
