@@ -97,8 +97,9 @@ def _kernel(*refs, names: tuple[str, ...], width: int, k: int, block: int, bits:
 
 def _pad(value_ref, index_ref, row, part, count, k: int) -> None:
     """Fills the slots from `count` on, the last one included; the selected ones are written by other lanes."""
-    value_ref[row, part, k] = float("-inf")
-    index_ref[row, part, k] = -1
+    # Arrays of one element: JAX 0.11 does not lower a store of a literal.
+    value_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), float("-inf"), jnp.float32)
+    index_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), -1, jnp.int32)
     slot = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
     free = (slot >= count) & (slot < k)
     target = (jnp.full(slot.shape, row, jnp.int32), jnp.full(slot.shape, part, jnp.int32), jnp.where(free, slot, k))
