@@ -23,7 +23,7 @@ def unsupported(
     reasons = common_reasons(q, keys, score_dtype, config.entries, 1, 1, interpret)
     if not power_of_two(block_size) or block_size > config.entries:
         reasons.append(f"block_size={block_size} must be a power of two up to entries={config.entries} of the config")
-    return tuple(reasons)
+    return tuple(reasons + common.grid_reasons("queries", q.shape[0]))
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "config", "interpret"))

@@ -22,21 +22,18 @@ from pallas_kernels.common.tiles import next_power_of_two, power_of_two, shared_
 from pallas_kernels.indexer_scores.config import IndexerConfig
 
 _MINUS_INFINITY = float("-inf")
-_GRID_LIMIT = 65_535  # of all grid axes but the first
 
 
 def unsupported(
     q: jax.Array, keys: PagedRows, block_size: int, score_dtype: str, config: IndexerConfig, interpret: bool
 ) -> tuple[str, ...]:
     """Why the kernel cannot serve the call; empty if it can."""
-    tiles, batch, heads, width = q.shape
+    tiles, batch, *_ = q.shape
     queries = math.gcd(config.queries, batch)
     reasons = common_reasons(q, keys, score_dtype, config.entries, queries, config.num_stages, interpret)
     if block_size and (not power_of_two(block_size) or block_size > config.entries):
         reasons.append(f"block_size={block_size} must be a power of two up to entries={config.entries} of the config")
-    if tiles > _GRID_LIMIT:
-        reasons.append(f"{tiles:,} tiles are more than the {_GRID_LIMIT:,} of a grid axis")
-    return tuple(reasons)
+    return tuple(reasons + common.grid_reasons("tiles", tiles))
 
 
 def common_reasons(

@@ -31,7 +31,7 @@ def unsupported(scores: jax.Array, k: int, config: TopkConfig) -> tuple[str, ...
         reasons.append(f"k={k} of rows longer than block={block} must be less than half a block")
     # Prefix sums and layout changes pass the block through shared memory.
     reasons += shared_memory_reasons(f"block={block}", 4 * block)
-    return tuple(reasons)
+    return tuple(reasons + common.grid_reasons("rows", scores.shape[0]))
 
 
 @functools.partial(jax.jit, static_argnames=("k", "config", "interpret"))

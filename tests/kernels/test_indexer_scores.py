@@ -10,9 +10,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import pallas_triton as common
+from pallas_kernels.common import tiles
+from pallas_kernels.common.devices import Target, device_for
 from pallas_kernels.common.dispatch import UnsupportedError
 from pallas_kernels.common.formats import PagedRows, RowLayout
-from pallas_kernels.indexer_scores import reference
+from pallas_kernels.indexer_scores import pallas_triton, reference
 from pallas_kernels.indexer_scores.api import indexer_scores
 from pallas_kernels.indexer_scores.config import IndexerConfig
 from tests.kernels.index_keys import FORMATS, make_keys
@@ -236,6 +238,24 @@ def test_other_inputs_are_refused(changes, words):
 def test_a_named_kernel_says_why_it_cannot_serve(options, words):
     with pytest.raises(UnsupportedError, match=words):
         indexer_scores(**small(), implementation="pallas_triton", **options)
+
+
+def test_what_a_device_cannot_hold_or_address_is_named(monkeypatch):
+    h200 = device_for("h200")
+    monkeypatch.setattr(tiles, "current_target", lambda: Target("gpu", h200.kind, h200))
+    shape = jax.ShapeDtypeStruct
+    layout = RowLayout("mxfp4", 128, 105_216, 128)
+    rows = PagedRows(shape((20_000, 113_920), jnp.uint8), shape((1, 8), jnp.int32), shape((1,), jnp.int32), layout)
+    q = shape((70_000, 16, 32, 128), jnp.bfloat16)
+    config = IndexerConfig(entries=512, queries=16)
+    words = "; ".join(pallas_triton.unsupported(q, rows, 8, "float32", config, False))
+    assert "512 keys and 2 x 16 query rows needs 393,216 B, more than the 232,448 B of shared memory" in words
+    assert "2,278,400,000 elements" in words and "70,000 tiles are more than the 65,535 of a grid axis" in words
+    fits = dataclasses.replace(rows, arena=shape((8_192, 113_920), jnp.uint8))
+    assert (
+        pallas_triton.unsupported(shape((32, 128, 32, 128), jnp.bfloat16), fits, 8, "float32", IndexerConfig(), False)
+        == ()
+    )
 
 
 def test_a_config_names_the_field_and_the_rule():
