@@ -6,7 +6,10 @@ import importlib
 
 from pallas_kernels.common.cases import Case
 
-OPS = ("sparse_mla", "topk_select")
+OPS = (
+    "packed_linear", "kv_insert", "compress_pool", "indexer_scores", "candidate_select", "candidate_scores", "topk_select",
+    "sparse_mla",
+)  # fmt: skip
 
 
 def all_cases() -> tuple[Case, ...]:

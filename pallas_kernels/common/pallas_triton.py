@@ -18,6 +18,7 @@ from pallas_kernels.common.formats import RowLayout
 from pallas_kernels.common.tiles import TileConfig
 
 MIN_DOT = 16  # smallest side of a matrix product in Triton
+GRID_LIMIT = 65_535  # programs along every grid axis but the first (CUDA programming guide)
 
 
 def call(
@@ -116,6 +117,11 @@ def small_sides(interpret: bool, **sides: int) -> list[str]:
         return []
     return [f"{name}={side} is less than {MIN_DOT}, the least of a matrix product" for name, side in sides.items()
             if side < MIN_DOT]  # fmt: skip
+
+
+def grid_reasons(what: str, count: int) -> list[str]:
+    """The reason against more programs along the second or third grid axis than a launch takes."""
+    return [f"{count:,} {what} are more than the {GRID_LIMIT:,} of a grid axis"] if count > GRID_LIMIT else []
 
 
 def load_rows_of(ref: Any, rows: jax.Array, columns: jax.Array, mask: jax.Array, other: Any) -> Any:

@@ -17,8 +17,9 @@ from pallas_kernels.common import pallas_triton as common
 from pallas_kernels.common.tiles import next_power_of_two, shared_memory_reasons
 from pallas_kernels.topk_select.config import TopkConfig
 
-_SIGN = -(2**31)
+_SIGN, _LARGEST = -(2**31), 2**31 - 1
 _KEY_OF_MINUS_INFINITY = -2139095041  # int32 of _key(-inf); Triton cannot bitcast a literal
+_KEY_OF_LARGEST_FINITE = 0x7F7FFFFF
 _WORD = 32
 
 
@@ -30,17 +31,20 @@ def unsupported(scores: jax.Array, k: int, config: TopkConfig) -> tuple[str, ...
         reasons.append(f"k={k} of rows longer than block={block} must be less than half a block")
     # Prefix sums and layout changes pass the block through shared memory.
     reasons += shared_memory_reasons(f"block={block}", 4 * block)
-    return tuple(reasons)
+    return tuple(reasons + common.grid_reasons("rows", scores.shape[0]))
 
 
 @functools.partial(jax.jit, static_argnames=("k", "config", "interpret"))
-def topk_select(scores: jax.Array, *, k: int, config: TopkConfig, interpret: bool) -> jax.Array:
-    """As `api.topk_select`."""
+def topk_select(
+    scores: jax.Array, pinned: jax.Array | None = None, *, k: int, config: TopkConfig, interpret: bool
+) -> jax.Array:
+    """As `api.topk_select`. pinned int32[T], -1 = none: a position that precedes all others whatever its score; with
+    pins +inf counts as the largest finite score, as it does for candidate blocks."""
     block = _block(scores.shape[1], config)
     position = None
     while scores.shape[1] > block:
-        scores, position = _round(scores, position, k, block, config, interpret)
-    _, position = _round(scores, position, k, block, config, interpret)
+        scores, position = _round(scores, position, pinned, k, block, config, interpret)
+    _, position = _round(scores, position, pinned, k, block, config, interpret)
     return position[:, :k]
 
 
@@ -48,30 +52,36 @@ def _block(entries: int, config: TopkConfig) -> int:
     return min(config.block, next_power_of_two(entries))
 
 
-def _round(scores, position, k: int, block: int, config: TopkConfig, interpret: bool):
+def _round(scores, position, pinned, k: int, block: int, config: TopkConfig, interpret: bool):
     """The k best of each block, in order of position: (scores, positions) [T, blocks * (k + 1)], -inf and -1 padded."""
     rows, width = scores.shape
     blocks = pl.cdiv(width, block)
-    kernel = functools.partial(_kernel, width=width, k=k, block=block, bits=config.bits, numbered=position is not None)
+    operands = {"score": scores, "position": position, "pinned": pinned}
+    operands = {name: value for name, value in operands.items() if value is not None}
+    kernel = functools.partial(_kernel, names=tuple(operands), width=width, k=k, block=block, bits=config.bits)
     # The last slot of a block is padding: the lanes that are not selected aim at it.
     out = [jax.ShapeDtypeStruct((rows, blocks, k + 1), dtype) for dtype in (jnp.float32, jnp.int32)]
-    operands = (scores,) if position is None else (scores, position)
     values, index = common.call(
-        kernel, *operands, name="topk_select", grid=(blocks, rows), out_shape=out, config=config, interpret=interpret
-    )
+        kernel, *operands.values(), name="topk_select", grid=(blocks, rows), out_shape=out, config=config,
+        interpret=interpret,
+    )  # fmt: skip
     return values.reshape(rows, -1), index.reshape(rows, -1)
 
 
-def _kernel(*refs, width: int, k: int, block: int, bits: int, numbered: bool):
-    score_ref, position_ref = (refs[0], refs[1]) if numbered else (refs[0], None)
-    value_ref, index_ref = refs[-2:]
+def _kernel(*refs, names: tuple[str, ...], width: int, k: int, block: int, bits: int):
+    *inputs, value_ref, index_ref = refs
+    ref = dict(zip(names, inputs, strict=True))
     part, row = pl.program_id(0), pl.program_id(1)
     lane = jnp.arange(block, dtype=jnp.int32)
     at = jnp.full((block,), row, jnp.int32), part * block + lane
     inside = at[1] < width
-    score = common.load_rows_of(score_ref, *at, inside, float("-inf"))
-    position = at[1] if position_ref is None else common.load_rows_of(position_ref, *at, inside, -1)
+    score = common.load_rows_of(ref["score"], *at, inside, float("-inf"))
+    position = common.load_rows_of(ref["position"], *at, inside, -1) if "position" in ref else at[1]
     key = _key(score)
+    if "pinned" in ref:
+        # A position of -1 is padding between the rounds, a pin of -1 none, a pin behind the row none either.
+        pinned = (position == ref["pinned"][row]) & (position >= 0) & inside
+        key = jnp.where(pinned, _LARGEST, jnp.minimum(key, _KEY_OF_LARGEST_FINITE))
     threshold = _kth_largest(key, k, bits)
     above, equal = key > threshold, key == threshold
     spare = k - jnp.sum(above.astype(jnp.int32))
@@ -87,8 +97,9 @@ def _kernel(*refs, width: int, k: int, block: int, bits: int, numbered: bool):
 
 def _pad(value_ref, index_ref, row, part, count, k: int) -> None:
     """Fills the slots from `count` on, the last one included; the selected ones are written by other lanes."""
-    value_ref[row, part, k] = float("-inf")
-    index_ref[row, part, k] = -1
+    # Arrays of one element: JAX 0.11 does not lower a store of a literal.
+    value_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), float("-inf"), jnp.float32)
+    index_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), -1, jnp.int32)
     slot = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
     free = (slot >= count) & (slot < k)
     target = (jnp.full(slot.shape, row, jnp.int32), jnp.full(slot.shape, part, jnp.int32), jnp.where(free, slot, k))

@@ -1,0 +1,1 @@
+"""Index scores over a list of candidate blocks per query: what Reindex layers select from."""

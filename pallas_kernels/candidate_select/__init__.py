@@ -1,0 +1,1 @@
+"""Best candidate blocks per query, the newest one pinned."""
