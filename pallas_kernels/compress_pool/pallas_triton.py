@@ -49,20 +49,18 @@ def compress_pool(
     half = width // 2
     block = min(config.block, half & -half)  # the largest power of two that divides the channels: no lane is masked
     call = functools.partial(common.call, config=config, interpret=interpret)
-    pooled = jax.ShapeDtypeStruct((done.shape[0], half), jnp.float32)
-    if done.shape[0]:
-        pooled = call(
-            functools.partial(_pool, ratio=ratio, block=block, place=place), rows, flat, done, *step,
-            name="compress_pool", grid=(done.shape[0], half // block), out_shape=pooled,
-        )  # fmt: skip
-    else:
-        pooled = jnp.zeros(pooled.shape, pooled.dtype)
+    groups = done if done.shape[0] else jnp.full((1,), -1, jnp.int32)  # a launch has at least one program
+    pooled = call(
+        functools.partial(_pool, ratio=ratio, block=block, place=place), rows, flat, groups, *step,
+        name="compress_pool", grid=(groups.shape[0], half // block),
+        out_shape=jax.ShapeDtypeStruct((groups.shape[0], half), jnp.float32),
+    )  # fmt: skip
     flat = call(
         functools.partial(_keep, places=state.shape[-2], block=block, place=place), rows, flat, pooled, *step,
         name="compress_keep", grid=(seqs, width // block), aliases={1: 0},
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
     )  # fmt: skip
-    return pooled, flat.reshape(state.shape)
+    return pooled[: done.shape[0]], flat.reshape(state.shape)
 
 
 def _state_row(slot: jax.Array, position: jax.Array, *, owners: int, owner: int, places: int) -> jax.Array:

@@ -39,6 +39,9 @@ def kv_insert(
         raise ValueError(f"{OP}: inserts is empty; there must be at least one.")
     for number, insert in enumerate(inserts):
         _check(arenas, f"inserts[{number}]", insert)
+    inserts = tuple(insert for insert in inserts if insert.values.shape[0])
+    if not inserts:
+        return arenas
     config = config or default_config(max(insert.values.shape[0] for insert in inserts))
     reasons = pallas_triton.unsupported(arenas, inserts)
     kernel = Kernel(functools.partial(pallas_triton.kv_insert, config=config, interpret=interpret), reasons)

@@ -37,10 +37,7 @@ def kv_insert(
     arenas: tuple[jax.Array, ...], inserts: tuple[Insert, ...], *, config: InsertConfig, interpret: bool
 ) -> tuple[jax.Array, ...]:
     """As `api.kv_insert`."""
-    inserts = tuple(insert for insert in inserts if insert.values.shape[0])
     programs = [pl.cdiv(insert.values.shape[0], config.rows) for insert in inserts]
-    if not programs:
-        return arenas
     operands = tuple(_operands(insert) for insert in inserts)
     leaves, tree = jax.tree.flatten(operands)
     static = tuple((insert.layout, insert.rope_width, insert.arena) for insert in inserts)
