@@ -1,4 +1,4 @@
-"""Packed rows in NumPy by searching tables of all values: what cases expect. Shares no rule with `codes` or `encode`."""
+"""Packed rows in NumPy by searching tables of all values, as cases expect them; no rule of `codes` or `encode`."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def _pool(rows_ref, state_ref, done_ref, *refs, ratio: int, block: int, place):
 
     def fetch(start: int) -> jax.Array:
         """Column start + channel of every member; only one of the two loads of a lane happens."""
-        new, kept = _masked(rows_ref, row_of, fresh, start + channel), _masked(state_ref, state_of, old, start + channel)
+        column = start + channel
+        new, kept = _masked(rows_ref, row_of, fresh, column), _masked(state_ref, state_of, old, column)
         return jnp.where(fresh[:, None], new, kept)
 
     values, gate = fetch(0), jnp.where(live[:, None], fetch(width), float("-inf"))

@@ -100,17 +100,15 @@ def _packed(insert, layout, rope: int, row: jax.Array, interpret: bool) -> tuple
     groups = fmt.num_scales(layout.width) or 1
     group = layout.width // groups
     column = _grid(groups, group)
-    x = common.load_rows_of(values_ref, jnp.full_like(column, row), column, column >= 0, 0.0).astype(jnp.float32)
+    x = values_ref[jnp.full_like(column, row), column].astype(jnp.float32)
     even, odd = common.deinterleave(x)
     if rope:
         pair = _grid(groups, group // 2) - (layout.width - rope) // 2
         rotates = pair >= 0
         at = jnp.full_like(pair, row), jnp.maximum(pair, 0)
         cos, sin = (common.load_rows_of(ref, *at, rotates, 0.0) for ref in (cos_ref, sin_ref))
-        turned = encode.rotate(even, odd, cos, sin, exact)
-        even, odd = (
-            jnp.where(rotates, encode.round_to(t, values_ref.dtype), x) for t, x in zip(turned, (even, odd), strict=True)
-        )
+        turned = [encode.round_to(part, values_ref.dtype) for part in encode.rotate(even, odd, cos, sin, exact)]
+        even, odd = jnp.where(rotates, turned[0], even), jnp.where(rotates, turned[1], odd)
     (even, odd), scales = encode.quantise([even, odd], fmt, exact)
     codes = even | (odd << 4) if fmt.element == "e2m1" else common.interleave(even, odd)
     return common.to_bytes(codes, fmt.element), None if scales is None else common.to_bytes(scales, fmt.scale)
@@ -120,7 +118,7 @@ def _store(arena_ref, page: jax.Array, column: jax.Array, codes: jax.Array, scal
     """Codes, then scales, both row-major, from (page, column) on."""
     for part in (codes,) if scales is None else (codes, scales):
         target = column + _grid(*part.shape)
-        common.scatter(arena_ref, (jnp.full_like(target, page), target), part, target >= 0)
+        arena_ref[jnp.full_like(target, page), target] = part
         column = column + part.size
 
 

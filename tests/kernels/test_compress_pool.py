@@ -14,7 +14,7 @@ from tests.oracles import kernels_compress_pool as oracle
 
 STATE_ROWS = 8
 TOLERANCE = 2e-6  # of float32 exponentials and sums of up to 8 terms against float64
-# (slot, start, rows): one token that ends or leaves a group, a chunk longer than the state, an unused entry, speculation
+# (slot, start, rows): one token that ends or leaves a group, a chunk longer than the state, an unused entry, a block
 SEQUENCES = [(3, 5, 1), (0, 0, 20), (6, 16, 3), (-1, 0, 0), (1, 11, 9), (4, 7, 1)]
 
 
@@ -145,7 +145,9 @@ def test_a_donated_state_is_updated_in_place():
     step, done = step_of(SEQUENCES, 2)
     rows = jnp.zeros((len(step.positions), 64))
     state = jax.ShapeDtypeStruct((20_000, 2, STATE_ROWS, 64), jnp.float32)
-    call = jax.jit(lambda s, r, d, t: compress_pool(r, s, d, t, ratio=2, owner=1, implementation="xla"), donate_argnums=0)
+    call = jax.jit(
+        lambda s, r, d, t: compress_pool(r, s, d, t, ratio=2, owner=1, implementation="xla"), donate_argnums=0
+    )
     memory = call.lower(state, rows, done, step).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 4 * state.size
     assert memory.temp_size_in_bytes < 4 * state.size // 100
@@ -168,6 +170,8 @@ def test_bad_input_is_refused_with_its_reason():
             compress_pool(*args, ratio=ratio, owner=owner)
         assert sentence in str(error.value) and str(error.value).endswith(".")
     with pytest.raises(UnsupportedError, match="R=6 must be a power of two"):
-        compress_pool(rows, state[:, :, :6], done, step, ratio=2, owner=1, implementation="pallas_triton", interpret=True)
+        compress_pool(
+            rows, state[:, :, :6], done, step, ratio=2, owner=1, implementation="pallas_triton", interpret=True
+        )
     with pytest.raises(ValueError, match="block=3 must be a power of two"):
         PoolConfig(block=3)

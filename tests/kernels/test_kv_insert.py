@@ -94,7 +94,8 @@ def test_bytes_equal_the_formats_of_the_model(name):
 @pytest.mark.smoke
 def test_one_call_writes_three_kinds_of_rows_into_two_arenas():
     """Main rows and index keys side by side in pages, window rows in a ring; NaN in padding rows changes nothing."""
-    main, index = RowLayout("fp4_e4m3", 32, 0, 3), RowLayout("mxfp4", 32, 3 * RowLayout("fp4_e4m3", 32, 0, 3).row_bytes, 3)
+    main = RowLayout("fp4_e4m3", 32, 0, 3)
+    index = RowLayout("mxfp4", 32, 3 * main.row_bytes, 3)
     pages, first = make("fp4_e4m3", "bfloat16", width=32, layout=main, offset=index.offset + 3 * index.row_bytes)
     _, second = make("mxfp4", "bfloat16", width=32, layout=index, seed=1)
     ring, third = make("mxfp8", "bfloat16", width=32, seed=2, rope=0, arena=1)
