@@ -1,4 +1,4 @@
-"""New cache rows one after the other: rotate, round, pack, write. Source: report §2.4.4, reference inference/model.py."""
+"""New cache rows one after the other: rotate, round, pack, write. Source: report §2.4.4, released inference code."""
 
 import numpy as np
 
