@@ -6,7 +6,7 @@ import importlib
 
 from pallas_kernels.common.cases import Case
 
-OPS = ("topk_select",)
+OPS = ("compress_pool", "kv_insert", "topk_select", "packed_linear")
 
 
 def all_cases() -> tuple[Case, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.compress_pool.api import compress_pool
-from pallas_kernels.compress_pool.config import FEW_ROWS, PoolConfig
+from pallas_kernels.compress_pool.config import FEW_ROWS, PoolConfig, bucket
 from pallas_kernels.compress_pool.rows import StepRows
 
 RATIO, WIDTH, OWNERS, OWNER, STATE_ROWS = 2, 512, 3, 1, 8
@@ -64,10 +64,11 @@ def _case(rows: int, short: bool = False) -> Case:
         call=functools.partial(compress_pool, ratio=RATIO, owner=OWNER),
         want=_want,
         cost=_cost(rows),
-        budget=Budget(matrix=False, instructions=50),
+        budget=Budget(matrix=False, instructions=150),
         tolerance=1e-5,
         short=short,
         configs=tuple(PoolConfig(block=b, num_warps=w) for b in (128, 256, 512) for w in (1, 2, 4)),
+        bucket=bucket(rows),
         shape={"rows": rows, "ratio": RATIO, "width": WIDTH},
     )
 

@@ -57,7 +57,7 @@ def compress_pool(
     )  # fmt: skip
     flat = call(
         functools.partial(_keep, places=state.shape[-2], block=block, place=place), rows, flat, pooled, *step,
-        name="compress_keep", grid=(seqs, width // block), aliases={1: 0},
+        name="compress_pool_keep", grid=(seqs, width // block), aliases={1: 0},
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
     )  # fmt: skip
     return pooled[: done.shape[0]], flat.reshape(state.shape)

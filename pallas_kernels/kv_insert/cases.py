@@ -12,7 +12,7 @@ from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.formats import RowLayout
 from pallas_kernels.common.tables import bfloat16_bits, pack
 from pallas_kernels.kv_insert.api import kv_insert
-from pallas_kernels.kv_insert.config import FEW_ROWS, InsertConfig
+from pallas_kernels.kv_insert.config import FEW_ROWS, InsertConfig, bucket
 from pallas_kernels.kv_insert.insert import Insert
 
 PAGE_BYTES, PAGE_ROWS, RING_ROWS, ROPE = 113_920, 64, 134, 64  # of the released model; rows of a source of ratio 2
@@ -94,6 +94,7 @@ def _case(rows: int, name: str = "released", formats: tuple[str, str, str] = REL
         configs=tuple(
             InsertConfig(rows=n, num_warps=w) for n in ((1,) if rows <= FEW_ROWS else (1, 2, 4, 8)) for w in (1, 2)
         ),
+        bucket=bucket(rows),
         shape={"rows": rows, "formats": "+".join(formats)},
     )
 

@@ -12,7 +12,7 @@ from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.formats import FORMATS
 from pallas_kernels.common.tables import decode, nearest, power_of_two_scale
 from pallas_kernels.packed_linear.api import packed_linear
-from pallas_kernels.packed_linear.config import LinearConfig
+from pallas_kernels.packed_linear.config import LinearConfig, bucket
 from pallas_kernels.packed_linear.weights import BLOCK, scale_shape
 
 # name: (kind, in, out); the second product of grouped output is shown by its widest form
@@ -65,6 +65,7 @@ def _case(rows: int, name: str) -> Case:
             LinearConfig(rows=max(16, rows), outputs=o, inputs=i, splits=s, num_warps=w)
             for o in (32, 64, 128) for i in (64, 128) for s in ((1,) if name == "wq_b" else (2, 4, 8)) for w in (4, 8)
         ),
+        bucket=bucket(rows, inputs, out, kind),
         shape={"rows": rows, "in": inputs, "out": out, "kind": kind},
     )  # fmt: skip
 
