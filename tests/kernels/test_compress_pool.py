@@ -124,7 +124,7 @@ def test_channels_of_a_program_do_not_matter():
     rows, state = draw(step, 32, 1)
     args = jnp.asarray(rows), jnp.asarray(state[:, 0]), done, step
     wanted = _xla(*args, ratio=2)
-    for block in (1, 8, 32, 64):
+    for block in (8, 64):
         got = compress_pool(
             *args, ratio=2, implementation="pallas_triton", interpret=True, config=PoolConfig(block=block)
         )
