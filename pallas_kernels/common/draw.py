@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.formats import RowLayout
 
@@ -46,6 +47,11 @@ class Draw:
         if self.abstract:
             return jax.ShapeDtypeStruct(shape, dtype)
         return jnp.full(shape, value, dtype)
+
+    def given(self, values: Any, dtype: Any = jnp.int32) -> Any:
+        """An array with these values."""
+        array = np.asarray(values)
+        return jax.ShapeDtypeStruct(array.shape, dtype) if self.abstract else jnp.asarray(array, dtype)
 
     def pages(self, seqs: int, width: int, total: int | None = None) -> Any:
         """Block tables int32[seqs, width]: distinct pages, shuffled, of an arena of `total` (default: just enough)."""

@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.common.formats import RowLayout
+from pallas_kernels.common.encode import XLA_EXACT, Exact
+from pallas_kernels.common.formats import CODE_BITS, RowLayout
 from pallas_kernels.common.tiles import TileConfig
 
 MIN_DOT = 16  # smallest side of a matrix product in Triton
@@ -109,6 +110,35 @@ def per_group(scales: jax.Array, width: int) -> jax.Array:
     """[N, G] -> [N, width], each scale repeated for the width / G elements of its group."""
     rows, groups = scales.shape
     return jnp.broadcast_to(scales[:, :, None], (rows, groups, width // groups)).reshape(rows, width)
+
+
+def to_bytes(codes: jax.Array, code: str) -> jax.Array:
+    """int32 codes [N, W] -> uint8[N, W * bytes of a code], little-endian; 4-bit codes come as whole bytes."""
+    if CODE_BITS[code] == 16:
+        codes = interleave(codes, codes >> 8)
+    elif CODE_BITS[code] == 32:
+        codes = interleave(interleave(codes, codes >> 16), interleave(codes >> 8, codes >> 24))
+    return (codes & 0xFF).astype(jnp.uint8)
+
+
+def exact(interpret: bool) -> Exact:
+    """Division and multiplication that are rounded once: PTX says so, where XLA does not run the kernel.
+
+    A plain division becomes `div.full`, two units in the last place off, and a plain product joins a sum in `fma`.
+    """
+    if interpret:
+        return XLA_EXACT
+    return Exact(divide=lambda x, y: _ptx("div.rn.f32", x, y), multiply=lambda a, b: _ptx("mul.rn.f32", a, b))
+
+
+def _ptx(instruction: str, a: jax.Array, b: jax.Array | float) -> jax.Array:
+    shape = jnp.broadcast_shapes(a.shape, jnp.shape(b))
+    args = [jnp.broadcast_to(x, shape) for x in (a, jnp.asarray(b, jnp.float32))]
+    [result] = pltriton.elementwise_inline_asm(
+        f"{instruction} $0, $1, $2;", args=args, constraints="=f,f,f", pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )  # fmt: skip
+    return result
 
 
 def small_sides(interpret: bool, **sides: int) -> list[str]:

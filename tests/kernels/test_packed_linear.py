@@ -1,0 +1,113 @@
+"""`packed_linear`: products with packed weights against float64, within what rounding the sums can do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsflash_jax.ops import packed as model
+from pallas_kernels.common.dispatch import UnsupportedError
+from pallas_kernels.packed_linear import reference
+from pallas_kernels.packed_linear.api import packed_linear
+from pallas_kernels.packed_linear.config import LinearConfig
+from pallas_kernels.packed_linear.weights import KINDS, scale_shape
+from tests.oracles import kernels_packed_linear as oracle
+
+SHAPES = [(1, 32, 33), (5, 160, 70), (17, 96, 16)]  # rows, in, out: most leave partial tiles on every side
+SMALL = LinearConfig(rows=16, outputs=32, inputs=64, splits=2)
+
+
+def _xla(x, codes, scale, kind):
+    return jax.jit(lambda *a: packed_linear(*a, kind=kind, implementation="xla"))(x, codes, scale)
+
+
+def _kernel(x, codes, scale, kind, config=SMALL):
+    return packed_linear(x, codes, scale, kind=kind, implementation="pallas_triton", interpret=True, config=config)
+
+
+def _reference(x, codes, scale, kind):
+    return jax.jit(lambda *a: reference.packed_linear(*a, kind=kind))(x, codes, scale)
+
+
+WAYS = {"xla": _xla, "kernel": _kernel, "reference": _reference}
+
+
+def draw(kind, rows, inputs, out, seed=0):
+    """Inputs over 12 binades, with zeros of both signs and a row of zeros; every code but NaN, scales far apart."""
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(rows, inputs)) * 2.0 ** rng.integers(-6, 6, (rows, inputs))).astype(np.float32)
+    x[:, 3], x[:, 4] = 0.0, -0.0
+    if rows > 2:
+        x[1] = 0
+        x[2] *= 1e-6  # below the smallest amax that a scale is made for
+    codes = rng.integers(0, 256, (out, inputs if kind == "fp8" else inputs // 2), dtype=np.uint8)
+    if kind == "fp8":
+        codes[codes & 0x7F == 0x7F] ^= 1
+    scale = rng.integers(110, 140, scale_shape(out, inputs, kind), dtype=np.uint8)
+    return x, codes, scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_the_exact_ones_up_to_the_rounding_of_sums(kind, shape):
+    x, codes, scale = draw(kind, *shape)
+    wanted, size = oracle.product(kind, x, codes, scale)
+    for way, run in WAYS.items():
+        error = np.abs(np.asarray(run(x, codes, scale, kind)) - wanted)
+        assert np.all(error <= oracle.bound(size, shape[1])), way
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_xla_path_is_the_product_of_the_model_bit_for_bit(kind):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, codes, scale = draw(kind, 5, 160, 70)
+        weight = model.PackedWeight(jnp.asarray(codes), jnp.asarray(scale), kind)
+        x = jnp.asarray(x).astype(dtype)
+        assert np.array_equal(_xla(x, codes, scale, kind), jax.jit(model.packed_linear)(x, weight)), dtype
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_small_integers_are_exact_whatever_the_tiles(kind):
+    """Sums that float32 holds exactly leave no room for an error, so every tile and split gives the same bits."""
+    rng = np.random.default_rng(0)
+    rows, inputs, out = 3, 192, 40
+    x = rng.integers(-8, 9, (rows, inputs)).astype(np.float32)
+    codes = rng.integers(0, 256, (out, inputs // (1 if kind == "fp8" else 2)), dtype=np.uint8)
+    if kind == "fp8":
+        codes = np.where(codes & 1, 0x38, 0xC0).astype(np.uint8)  # 1 and -2
+    scale = rng.integers(126, 129, scale_shape(out, inputs, kind), dtype=np.uint8)
+    wanted, _ = oracle.product(kind, x, codes, scale)
+    for config in (SMALL, LinearConfig(), LinearConfig(outputs=16, inputs=32, splits=4), LinearConfig(inputs=256)):
+        assert np.array_equal(_kernel(x, codes, scale, kind, config), wanted), config
+    assert np.array_equal(_xla(x, codes, scale, kind), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_nan_stays_in_its_row(kind):
+    x, codes, scale = draw(kind, 5, 64, 33)
+    wanted = np.asarray(_kernel(x, codes, scale, kind))
+    x[3] = np.nan
+    got = np.asarray(_kernel(x, codes, scale, kind))
+    others = [0, 1, 2, 4]
+    assert np.array_equal(got[others], wanted[others])
+
+
+def test_bad_input_is_refused_with_its_reason():
+    x, codes, scale = (jnp.asarray(a) for a in draw("fp4", 4, 64, 40))
+    wrong = {
+        "kind='int4' is unknown; known: fp8, fp4": (x, codes, scale, "int4"),
+        "x must be float32 or bfloat16 [T, in], not empty, got float32[4]": (x[:, 0], codes, scale, "fp4"),
+        "in=48 must be a multiple of 32": (x[:, :48], codes, scale, "fp4"),
+        "codes must be uint8[out, 64], got uint8[40, 32]": (x, codes, scale, "fp8"),
+        "codes must be uint8[out, 32], got int32[40, 32]": (x, codes.astype(jnp.int32), scale, "fp4"),
+        "scale must be uint8[40, 2], got uint8[39, 2]": (x, codes, scale[:39], "fp4"),
+    }
+    for sentence, (*args, kind) in wrong.items():
+        with pytest.raises(ValueError) as error:
+            packed_linear(*args, kind=kind)
+        assert sentence in str(error.value) and str(error.value).endswith(".")
+    with pytest.raises(UnsupportedError, match="outputs=8 is less than 16"):
+        packed_linear(x, codes, scale, kind="fp4", implementation="pallas_triton", config=LinearConfig(outputs=8))
+    with pytest.raises(ValueError, match="inputs=16 must be at least the 32 of one scale"):
+        LinearConfig(inputs=16)
