@@ -7,8 +7,8 @@ import importlib
 from pallas_kernels.common.cases import Case
 
 OPS = (
-    "packed_linear", "kv_insert", "compress_pool", "indexer_scores", "candidate_select", "candidate_scores", "topk_select",
-    "sparse_mla",
+    "packed_linear", "kv_insert", "compress_pool", "indexer_scores", "candidate_select", "candidate_scores",
+    "topk_select", "sparse_mla",
 )  # fmt: skip
 
 
