@@ -49,7 +49,7 @@ def roofline_rows(cases: Sequence[Case], rates: Rates) -> list[dict[str, Any]]:
         rows.append({
             "op": case.op, "case": case.name, "megabytes": round(case.cost.nbytes / 1e6, 2),
             "gflop": round(case.cost.flops / 1e9, 2), "flop_per_byte": round(case.cost.flops / case.cost.nbytes, 1),
-            "bound": by, "bound_us": round(1e6 * seconds, 2),
+            "bound": by, "bound_us": round(1e6 * seconds, 4),
         })  # fmt: skip
     return rows
 
@@ -113,7 +113,7 @@ def measure(
     }  # fmt: skip
     if rates is not None and not small:
         seconds, by = bound(case.cost, rates)
-        row |= {"bound": by, "bound_us": round(1e6 * seconds, 2), "of_bound": round(seconds / steady_s, 3)}
+        row |= {"bound": by, "bound_us": round(1e6 * seconds, 4), "of_bound": round(seconds / steady_s, 3)}
     return row
 
 

@@ -37,8 +37,8 @@ class Target(NamedTuple):
 _SCORES, _POOL, _ATTENTION = "indexer_scores", "candidate_scores", "sparse_mla"
 TARGETS = (
     *(Target("FP4 index scores", _SCORES, f"mxfp4_n131072_t{n}", "of_bound", 0.8) for n in (32, 128)),
-    *(Target("sparse decode", _ATTENTION, f"fp4_e4m3_t{n}", "of_bound", 0.6) for n in (32, 128)),
-    Target("sparse prefill", _ATTENTION, "fp4_e4m3_t4096", "of_bound", 0.5),
+    *(Target("sparse decode", _ATTENTION, f"decode_fp4_e4m3_t{n}", "of_bound", 0.6) for n in (32, 128)),
+    Target("sparse prefill", _ATTENTION, "prefill_fp4_e4m3_t4096", "of_bound", 0.5),
     *(
         Target(
             "pool scores instead of all", _POOL, f"mxfp4_c2048x8_t{n}", "times_faster", 1.7,
