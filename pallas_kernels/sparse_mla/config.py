@@ -45,8 +45,11 @@ def blocks(picks: Sequence[int], config: SparseMlaConfig) -> int:
 def default_config(queries: int, heads: int, picks: Sequence[int], layouts: Sequence[RowLayout]) -> SparseMlaConfig:
     """The tuned config of that many queries, with tiles no larger than the heads and the width need."""
     splits = 10 if queries <= 8 else 2 if queries <= 64 else 1
-    config = tuned(SparseMlaConfig, "sparse_mla", bucket(queries, layouts), SparseMlaConfig(splits=splits))
-    least, chunks = 2 if has_nibbles(layouts) else 1, config.chunks
+    nibbles = has_nibbles(layouts)
+    # The largest tiles that compile without spilled registers; not timed.
+    untimed = SparseMlaConfig(block_rows=16, chunks=4) if nibbles else SparseMlaConfig()
+    config = tuned(SparseMlaConfig, "sparse_mla", bucket(queries, layouts), dataclasses.replace(untimed, splits=splits))
+    least, chunks = 2 if nibbles else 1, config.chunks
     while chunks > least and layouts[0].width // chunks < _SMALLEST_CHUNK:
         chunks //= 2
     block_heads = min(config.block_heads, max(_SMALLEST_CHUNK, next_power_of_two(heads)))

@@ -85,7 +85,7 @@ def inputs(name, dtype=jnp.float32, seed=0):
     return q, (near, far), jnp.asarray(rng.normal(size=H), jnp.float32), (near_plain, far_plain)
 
 
-FAST = (("fp4_e4m3", "kernel split"), ("bf16", "kernel"), ("fp4_e4m3", "xla"))
+FAST = (("fp4_e4m3", "kernel split"), ("bf16", "xla"))
 
 
 @pytest.mark.parametrize(("name", "way"), mostly_slow([(n, w) for n in FORMATS for w in WAYS], *FAST))
@@ -119,9 +119,7 @@ def test_the_sink_takes_weight_and_gives_no_value(way):
 KINDS = ("Picked", "Table", "MaskedTable")
 
 
-@pytest.mark.parametrize(
-    ("kind", "scratch"), mostly_slow([(k, s) for k in KINDS for s in (1, 2**26)], ("MaskedTable", 2**26))
-)
+@pytest.mark.parametrize(("kind", "scratch"), mostly_slow([(k, s) for k in KINDS for s in (1, 2**26)]))
 def test_every_way_to_the_keys_gives_the_same(kind, scratch, monkeypatch):
     """Tiles of two sequences with padding; the masked table counts rows that are listed twice."""
     q, sets, sink, plain = inputs("fp4_e4m3")
@@ -221,7 +219,7 @@ def test_arenas_of_bytes_have_no_gradient():
 def test_addresses_of_absent_rows_are_page_zero():
     """Interpretation clamps what a GPU would read elsewhere: -1, rows behind the table, absent pages."""
     _, (_, far), _, _ = inputs("fp32")
-    page, column = far.rows.address(jnp.array([[-1, -5, 20, 2**30, 19, 0]] * 6))
+    page, column = jax.jit(far.rows.address)(jnp.array([[-1, -5, 20, 2**30, 19, 0]] * 6))
     assert (np.asarray(page)[:4, :5] == -1).all() and (np.asarray(page)[:, 5] >= 0).all()
     assert (np.asarray(column) >= far.rows.layout.offset).all()
 
@@ -230,23 +228,23 @@ def test_addresses_of_absent_rows_are_page_zero():
 def test_unpacking_random_bytes(name):
     """Every finite code and scale, bit by bit except for subnormal results; a NaN scale or code gives NaN."""
     rng, fmt = np.random.default_rng(5), FORMATS[name]
-    count = 8 if fmt.element == "e2m1" else 40  # the oracle is slow with the 16 codes of four bits
-    rows = rng.integers(0, 256, (count, fmt.row_bytes(64)), dtype=np.uint8)
+    rows = rng.integers(0, 256, (40, fmt.row_bytes(64)), dtype=np.uint8)
     codes, scales = rows[:, : fmt.code_bytes(64)], rows[:, fmt.code_bytes(64) :]
     if fmt.element == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0x7E  # the oracle's tables end before NaN
     if fmt.scale in ("e4m3", "e8m0"):
         scales[...] = rng.integers(0, 127, scales.shape) if fmt.scale == "e4m3" else rng.integers(1, 255, scales.shape)
     if fmt.scale == "float32":
-        scales[...] = rng.normal(size=(count, 1)).astype("<f4").view(np.uint8)
+        scales[...] = rng.normal(size=(40, 1)).astype("<f4").view(np.uint8)
     want = np.stack([unpack_row(name, bytes(row), 64) for row in rows])
-    ours = np.asarray(unpack_rows(jnp.asarray(rows), fmt, 64))
+    unpack = jax.jit(lambda rows: unpack_rows(rows, fmt, 64))
+    ours = np.asarray(unpack(rows))
     plain = ~(np.abs(want) < np.finfo(np.float32).tiny)
     np.testing.assert_array_equal(ours[plain], want[plain])
     if fmt.scale in ("e4m3", "e8m0"):
         scales[...] = 255
         codes[codes == 0] = 0x11
-        assert np.isnan(np.asarray(unpack_rows(jnp.asarray(rows), fmt, 64))).all()
+        assert np.isnan(unpack(rows)).all()
 
 
 @pytest.mark.parametrize(
