@@ -25,7 +25,7 @@ _SPLITS = {1: (2, 5, 10), 32: (1, 2, 5), 128: (1, 2), 4_096: (1,)}  # that a swe
 
 
 def _sweep(queries: int) -> tuple[SparseMlaConfig, ...]:
-    tiles = ((16, 16, 4), (16, 32, 4), (16, 32, 8), (32, 32, 8))
+    tiles = ((16, 16, 4), (16, 16, 8), (16, 32, 4), (16, 32, 8))
     return tuple(
         SparseMlaConfig(block_heads=heads, block_rows=rows, chunks=chunks, splits=splits, num_stages=stages)
         for heads, rows, chunks in tiles
