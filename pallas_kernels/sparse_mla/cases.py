@@ -25,10 +25,10 @@ _SPLITS = {1: (2, 5, 10), 32: (1, 2, 5), 128: (1, 2), 4_096: (1,)}  # that a swe
 
 
 def _sweep(queries: int) -> tuple[SparseMlaConfig, ...]:
-    tiles = ((16, 32), (16, 64), (32, 32), (32, 64))
+    tiles = ((16, 16, 4), (16, 16, 8), (16, 32, 4), (16, 32, 8))
     return tuple(
-        SparseMlaConfig(block_heads=heads, block_rows=rows, splits=splits, num_stages=stages)
-        for heads, rows in tiles
+        SparseMlaConfig(block_heads=heads, block_rows=rows, chunks=chunks, splits=splits, num_stages=stages)
+        for heads, rows, chunks in tiles
         for splits in _SPLITS[queries]
         for stages in (1, 3)
     )

@@ -26,6 +26,12 @@ TILES = (np.array([[0, 1, 2, 3], [4, 5, -1, -1]], np.int32), np.array([0, 1], np
 WAYS = ("reference", "xla", "kernel", "kernel split")
 
 
+def mostly_slow(values, *fast):
+    """All values as parameters; those that are not named as fast belong to the slow tests."""
+    return [v if v in fast else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow)
+            for v in values]  # fmt: skip
+
+
 def run(q, sets, sink, way, **more):
     """One of the implementations, under jit as a user would."""
     if way == "reference":
@@ -69,6 +75,7 @@ def row_set(name, seqs, pages, per_page, picks, rng, margin=7):
     return ours, plain
 
 
+@functools.cache
 def inputs(name, dtype=jnp.float32, seed=0):
     """A ring of one page per sequence and pages of the named format."""
     rng = np.random.default_rng(seed)
@@ -78,12 +85,10 @@ def inputs(name, dtype=jnp.float32, seed=0):
     return q, (near, far), jnp.asarray(rng.normal(size=H), jnp.float32), (near_plain, far_plain)
 
 
-SLOW_SPLITS = [pytest.param(name, "kernel split", marks=pytest.mark.slow) for name in FORMATS if name != "fp4_e4m3"]
+FAST = (("fp4_e4m3", "kernel split"), ("bf16", "xla"))
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [(n, w) for n in FORMATS for w in WAYS[:3]] + [("fp4_e4m3", "kernel split"), *SLOW_SPLITS]
-)
+@pytest.mark.parametrize(("name", "way"), mostly_slow([(n, w) for n in FORMATS for w in WAYS], *FAST))
 def test_equals_one_row_at_a_time(name, way):
     """Every format: NaN where nobody looks, absent pages, rows behind the table, repeats, a query with no row."""
     q, sets, sink, plain = inputs(name)
@@ -93,27 +98,28 @@ def test_equals_one_row_at_a_time(name, way):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("way", ("xla", "kernel", "kernel split"))
+@pytest.mark.parametrize("way", mostly_slow(WAYS[1:], "kernel"))
 def test_bfloat16_within_its_rounding(way):
     q, sets, sink, plain = inputs("fp4_e4m3", jnp.bfloat16)
     want = oracle(np.asarray(q, np.float32), plain, np.asarray(sink), SCALE)
     np.testing.assert_allclose(run(q, sets, sink, way), want, rtol=0, atol=2**-7 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sink", [0.0, 300.0, np.inf, -np.inf])
-def test_the_sink_takes_weight_and_gives_no_value(sink, way):
-    """Alone with one set; without any row the result is 0 and not NaN whatever the sink."""
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "xla", "kernel"))
+def test_the_sink_takes_weight_and_gives_no_value(way):
+    """Alone with one set, a sink per head; without any row the result is 0 and not NaN whatever the sink."""
     q, sets, _, plain = inputs("mxfp8")
-    sinks = np.full(H, sink, np.float32)
+    sinks = np.array([0.0, 300.0, np.inf, -np.inf, -300.0], np.float32)
     want = oracle(np.asarray(q), plain[1:], sinks, SCALE)
     ours = run(q, sets[1:], jnp.asarray(sinks), way)
     np.testing.assert_allclose(ours, want, rtol=2e-5, atol=2e-5)
     assert (ours[2] == 0).all()
 
 
-@pytest.mark.parametrize("scratch", [1, 2**26])
-@pytest.mark.parametrize("kind", ["Picked", "Table", "MaskedTable"])
+KINDS = ("Picked", "Table", "MaskedTable")
+
+
+@pytest.mark.parametrize(("kind", "scratch"), mostly_slow([(k, s) for k in KINDS for s in (1, 2**26)]))
 def test_every_way_to_the_keys_gives_the_same(kind, scratch, monkeypatch):
     """Tiles of two sequences with padding; the masked table counts rows that are listed twice."""
     q, sets, sink, plain = inputs("fp4_e4m3")
@@ -141,7 +147,7 @@ def test_the_least_work_is_chosen_from_shapes():
     assert chosen(dataclasses.replace(far, run=True), 1, False, 2**20) == "Table"
 
 
-@pytest.mark.parametrize("scratch", [1, 2**26])
+@pytest.mark.parametrize("scratch", mostly_slow((1, 2**26), 2**26))
 def test_a_run_reads_one_slice_per_tile(scratch):
     """A sliding window over a sequence's rows, garbage before its first; an absent query inside a tile."""
     rng = np.random.default_rng(1)
@@ -177,6 +183,7 @@ def learned(seed=0):
     return loss, (q, arenas, sink)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tiles": TILES}, {"tiles": TILES, "scratch_bytes": 1}, {"kernel": True}])
 def test_gradients_equal_those_of_the_reference(options):
     """Of q, both arenas and the sink, in tiles of one query or several; the kernel's are those of the XLA path."""
@@ -189,6 +196,7 @@ def test_gradients_equal_those_of_the_reference(options):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_equal_differences():
     """Along a random direction of everything that is learned."""
     loss, args = learned()
@@ -201,6 +209,7 @@ def test_gradients_equal_differences():
     np.testing.assert_allclose((ahead - behind) / (2 * step), sum(jax.tree.leaves(slopes)), rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_arenas_of_bytes_have_no_gradient():
     q, sets, sink, _ = inputs("fp4_e4m3")
     grad = jax.jit(jax.grad(lambda q, sink: jnp.sum(sparse_mla(q, sets, sink, scale=SCALE)), (0, 1)))(q, sink)
@@ -210,7 +219,7 @@ def test_arenas_of_bytes_have_no_gradient():
 def test_addresses_of_absent_rows_are_page_zero():
     """Interpretation clamps what a GPU would read elsewhere: -1, rows behind the table, absent pages."""
     _, (_, far), _, _ = inputs("fp32")
-    page, column = far.rows.address(jnp.array([[-1, -5, 20, 2**30, 19, 0]] * 6))
+    page, column = jax.jit(far.rows.address)(jnp.array([[-1, -5, 20, 2**30, 19, 0]] * 6))
     assert (np.asarray(page)[:4, :5] == -1).all() and (np.asarray(page)[:, 5] >= 0).all()
     assert (np.asarray(column) >= far.rows.layout.offset).all()
 
@@ -228,13 +237,14 @@ def test_unpacking_random_bytes(name):
     if fmt.scale == "float32":
         scales[...] = rng.normal(size=(40, 1)).astype("<f4").view(np.uint8)
     want = np.stack([unpack_row(name, bytes(row), 64) for row in rows])
-    ours = np.asarray(unpack_rows(jnp.asarray(rows), fmt, 64))
+    unpack = jax.jit(lambda rows: unpack_rows(rows, fmt, 64))
+    ours = np.asarray(unpack(rows))
     plain = ~(np.abs(want) < np.finfo(np.float32).tiny)
     np.testing.assert_array_equal(ours[plain], want[plain])
     if fmt.scale in ("e4m3", "e8m0"):
         scales[...] = 255
         codes[codes == 0] = 0x11
-        assert np.isnan(np.asarray(unpack_rows(jnp.asarray(rows), fmt, 64))).all()
+        assert np.isnan(unpack(rows)).all()
 
 
 @pytest.mark.parametrize(
@@ -284,6 +294,7 @@ def test_a_tile_beyond_shared_memory_is_named(monkeypatch):
     assert not pallas_triton.unsupported(q, sets, default_config(1, 64, [4], [layout]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c.short], ids=lambda c: c.name)
 def test_small_cases_agree_with_float64(case):
     """What a GPU check does with every case, here interpreted."""
