@@ -75,6 +75,7 @@ def _row(case: Any, device: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "pallas_kernels.aot", "--one", case.key, "--arch", device.arch]
     # Compilation needs no GPU and must not wait for one; without the second, JAX refuses the plugin that has no driver.
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    env["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # a look-up of symbols takes longer than the compilation
     row: dict[str, Any] = {"op": case.op, "case": case.name, "shape": dict(case.shape)}
     try:
         run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_SECONDS)
