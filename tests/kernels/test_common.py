@@ -202,8 +202,8 @@ def test_arenas_whose_offsets_would_wrap_are_named(pages, page_bytes, dtype, saf
 @pytest.mark.parametrize("name", FORMATS)
 def test_drawn_rows_are_finite(name):
     layout = RowLayout(name, 64, 8, 3)
-    arena = Draw(0).arena(4, 8 + 3 * layout.row_bytes, layout)
-    values = get_format(name).unpack(arena[:, 8:].reshape(12, layout.row_bytes), 64)
+    draw = jax.jit(lambda: Draw(0).arena(4, 8 + 3 * layout.row_bytes, layout))  # one program, not one per operation
+    values = jax.jit(lambda a: get_format(name).unpack(a[:, 8:].reshape(12, layout.row_bytes), 64))(draw())
     assert np.isfinite(values).all() and 0.05 < np.std(values) < 20
 
 
