@@ -199,7 +199,9 @@ def test_arenas_whose_offsets_would_wrap_are_named(pages, page_bytes, dtype, saf
     assert reasons == () if safe else "2^31" in reasons[0]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("fp4_e4m3", "mxfp8") else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS]
+)
 def test_drawn_rows_are_finite(name):
     layout = RowLayout(name, 64, 8, 3)
     draw = jax.jit(lambda: Draw(0).arena(4, 8 + 3 * layout.row_bytes, layout))  # one program, not one per operation

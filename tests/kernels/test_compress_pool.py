@@ -81,7 +81,7 @@ def check(got, done, state, latents, wanted_state, owner):
 
 @pytest.mark.parametrize(
     ("ratio", "owner"),
-    [(2, 1), (8, None), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((2, None), (3, None), (3, 1), (8, 1)))],
+    [(2, 1), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(2, None), (3, None), (3, 1), (8, None), (8, 1)])],
 )
 def test_ragged_steps_equal_the_loop(ratio, owner):
     """Groups that began steps ago, chunks that overwrite the state rows they read, unused entries, poison around."""
@@ -129,7 +129,8 @@ def test_token_by_token_equals_one_chunk_also_after_a_rejection():
         assert len(got) == length // ratio
 
 
-@pytest.mark.parametrize("block", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [8, 64])
 def test_channels_of_a_program_do_not_matter(block):
     step, done = step_of(SEQUENCES, 2)
     rows, state = draw(step, 32, 1)
