@@ -13,7 +13,7 @@ from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.formats import FORMATS, PagedRows
 from pallas_kernels.common.numpy_rows import sequence_rows
-from pallas_kernels.indexer_scores.cases import HEADS, TOLERANCE, WIDTH, arena_pages, draw_keys, want_scores
+from pallas_kernels.indexer_scores.cases import HEADS, LEAST, TOLERANCE, WIDTH, arena_pages, draw_keys, want_scores
 
 _BLOCKS, _SIZE, _ENTRIES = 2_048, 8, 1 << 17
 _SWEEP = tuple(CandidateConfig(entries=e, num_warps=w) for e, w in ((32, 2), (64, 4), (128, 4), (128, 8), (256, 8)))
@@ -52,7 +52,7 @@ def _case(fmt: str, queries: int, short: bool = False) -> Case:
         call=functools.partial(candidate_scores, block_size=_SIZE),
         want=functools.partial(_want, block_size=_SIZE),
         cost=Cost(nbytes=nbytes, flops=2 * HEADS * WIDTH * scores),
-        budget=Budget(matrix=True, instructions=300),
+        budget=Budget(matrix=True, instructions=LEAST[fmt]),
         tolerance=TOLERANCE,
         short=short,
         configs=_SWEEP,

@@ -44,7 +44,7 @@ def _case(queries: int, blocks: int, short: bool = False) -> Case:
         call=functools.partial(candidate_select, **wanted),
         want=functools.partial(_want, **wanted),
         cost=Cost(nbytes=4 * queries * (blocks + _TOPK), flops=0),
-        budget=Budget(matrix=False, instructions=500),
+        budget=Budget(matrix=False, instructions=800),
         short=short,
         configs=_SWEEP,
         bucket=bucket(blocks, _TOPK),

@@ -25,4 +25,6 @@ def candidate_select(
 ) -> jax.Array:
     """As `reference.candidate_select`."""
     pinned = newest_block(visible, block_size)
-    return topk.topk_select(block_scores, pinned, k=topk_blocks, config=config, interpret=interpret)
+    return topk.topk_select(
+        block_scores, pinned, k=topk_blocks, config=config, interpret=interpret, name="candidate_select"
+    )

@@ -121,6 +121,12 @@ def to_bytes(codes: jax.Array, code: str) -> jax.Array:
     return (codes & 0xFF).astype(jnp.uint8)
 
 
+def bytes_of(codes: jax.Array, code: str) -> jax.Array:
+    """As `to_bytes` of one code a row, int32[N, 1], by shifts: the compiler crashes where it joins such columns."""
+    shifts = 8 * jnp.arange(CODE_BITS[code] // 8, dtype=jnp.int32)[None, :]
+    return ((codes >> shifts) & 0xFF).astype(jnp.uint8)
+
+
 def exact(interpret: bool) -> Exact:
     """Division and multiplication that are rounded once: PTX says so, where XLA does not run the kernel.
 

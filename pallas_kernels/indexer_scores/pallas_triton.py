@@ -208,7 +208,11 @@ def load_keys(
 
 def _words(load: Any, column: jax.Array, width: int, size: int) -> jax.Array:
     """int32 [N, width] of little-endian words of `size` bytes."""
-    return sum(load(column + i, width, step=size).astype(jnp.int32) << (8 * i) for i in range(size))
+    words = load(column, width * size).astype(jnp.int32)
+    for bits in (8, 16)[: size.bit_length() - 1]:
+        low, high = common.deinterleave(words)
+        words = low | (high << bits)
+    return words
 
 
 def score(keys: Keys, q: tuple[jax.Array, ...], weight_ref: Any, first: jax.Array, rows: int, heads: int) -> jax.Array:

@@ -111,7 +111,7 @@ def _packed(insert, layout, rope: int, row: jax.Array, interpret: bool) -> tuple
         even, odd = jnp.where(rotates, turned[0], even), jnp.where(rotates, turned[1], odd)
     (even, odd), scales = encode.quantise([even, odd], fmt, exact)
     codes = even | (odd << 4) if fmt.element == "e2m1" else common.interleave(even, odd)
-    return common.to_bytes(codes, fmt.element), None if scales is None else common.to_bytes(scales, fmt.scale)
+    return common.to_bytes(codes, fmt.element), None if scales is None else common.bytes_of(scales, fmt.scale)
 
 
 def _store(arena_ref, page: jax.Array, column: jax.Array, codes: jax.Array, scales: jax.Array | None) -> None:

@@ -57,7 +57,7 @@ def _case(rows: int, name: str) -> Case:
         call=functools.partial(packed_linear, kind=kind),
         want=functools.partial(_want, kind=kind),
         cost=_cost(rows, kind, inputs, out),
-        budget=Budget(matrix=True, instructions=300),
+        budget=Budget(matrix=True, instructions=500),
         # Sums of up to 8,192 terms: rounding and the truncation inside matrix units, which is not documented.
         tolerance=2e-4,
         short=rows == 32 and name != "wo_b",

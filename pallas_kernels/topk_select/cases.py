@@ -37,7 +37,7 @@ def _case(rows: int, entries: int, k: int, short: bool = False) -> Case:
         call=functools.partial(topk_select, k=k),
         want=functools.partial(_want, k=k),
         cost=Cost(nbytes=4 * rows * (entries + k), flops=0),
-        budget=Budget(matrix=False, instructions=500),
+        budget=Budget(matrix=False, instructions=800),
         short=short,
         configs=_SWEEP,
         bucket=bucket(entries, k),

@@ -34,17 +34,23 @@ def unsupported(scores: jax.Array, k: int, config: TopkConfig) -> tuple[str, ...
     return tuple(reasons + common.grid_reasons("rows", scores.shape[0]))
 
 
-@functools.partial(jax.jit, static_argnames=("k", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("k", "config", "interpret", "name"))
 def topk_select(
-    scores: jax.Array, pinned: jax.Array | None = None, *, k: int, config: TopkConfig, interpret: bool
+    scores: jax.Array,
+    pinned: jax.Array | None = None,
+    *,
+    k: int,
+    config: TopkConfig,
+    interpret: bool,
+    name: str = "topk_select",
 ) -> jax.Array:
     """As `api.topk_select`. pinned int32[T], -1 = none: a position that precedes all others whatever its score; with
-    pins +inf counts as the largest finite score, as it does for candidate blocks."""
+    pins +inf counts as the largest finite score, as it does for candidate blocks. name: of the kernel."""
     block = _block(scores.shape[1], config)
     position = None
     while scores.shape[1] > block:
-        scores, position = _round(scores, position, pinned, k, block, config, interpret)
-    _, position = _round(scores, position, pinned, k, block, config, interpret)
+        scores, position = _round(scores, position, pinned, k, block, config, interpret, name)
+    _, position = _round(scores, position, pinned, k, block, config, interpret, name)
     return position[:, :k]
 
 
@@ -52,17 +58,17 @@ def _block(entries: int, config: TopkConfig) -> int:
     return min(config.block, next_power_of_two(entries))
 
 
-def _round(scores, position, pinned, k: int, block: int, config: TopkConfig, interpret: bool):
+def _round(scores, position, pinned, k: int, block: int, config: TopkConfig, interpret: bool, name: str):
     """The k best of each block, in order of position: (scores, positions) [T, blocks * (k + 1)], -inf and -1 padded."""
     rows, width = scores.shape
     blocks = pl.cdiv(width, block)
     operands = {"score": scores, "position": position, "pinned": pinned}
-    operands = {name: value for name, value in operands.items() if value is not None}
+    operands = {key: value for key, value in operands.items() if value is not None}
     kernel = functools.partial(_kernel, names=tuple(operands), width=width, k=k, block=block, bits=config.bits)
     # The last slot of a block is padding: the lanes that are not selected aim at it.
     out = [jax.ShapeDtypeStruct((rows, blocks, k + 1), dtype) for dtype in (jnp.float32, jnp.int32)]
     values, index = common.call(
-        kernel, *operands.values(), name="topk_select", grid=(blocks, rows), out_shape=out, config=config,
+        kernel, *operands.values(), name=name, grid=(blocks, rows), out_shape=out, config=config,
         interpret=interpret,
     )  # fmt: skip
     return values.reshape(rows, -1), index.reshape(rows, -1)

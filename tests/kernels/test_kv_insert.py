@@ -63,19 +63,38 @@ def expected(arena, insert):
     return arena, count
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_equal_the_loops(name, dtype):
-    """Padding, rows behind the table and rows on page -1 write nothing; all others every byte as the loops do."""
+def some(default, every):
+    """Parameters of which those in `default` run by default and the others are slow."""
+    return [p if p in default else pytest.param(*p, marks=pytest.mark.slow) for p in every]
+
+
+EVERY = [(name, dtype) for name in FORMATS for dtype in DTYPES]
+
+
+def check_bytes(name, dtype, ways):
     arena, insert = make(name, dtype, rows=9)
     wanted, count = expected(arena, insert)
     assert count == 5, "4 of the 9 rows have nowhere to go"
-    for way, run in WAYS.items():
-        assert np.array_equal(run((jnp.asarray(arena),), (insert,))[0], wanted), way
+    for way in ways:
+        assert np.array_equal(WAYS[way]((jnp.asarray(arena),), (insert,))[0], wanted), way
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_bytes_equal_the_formats_of_the_model(name):
+@pytest.mark.parametrize(("name", "dtype"), some([("fp8_fp32", "float32")], EVERY))
+def test_bytes_equal_the_loops(name, dtype):
+    """Padding, rows behind the table and rows on page -1 write nothing; all others every byte as the loops do."""
+    check_bytes(name, dtype, ("xla", "kernel"))
+
+
+@pytest.mark.parametrize(("name", "dtype"), some([("bf16", "float32")], EVERY))
+def test_bytes_of_the_reference_equal_the_loops(name, dtype):
+    """Apart from the others: an operation at a time, it takes ten times as long."""
+    check_bytes(name, dtype, ("reference",))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), some([("mxfp8", "xla")], [(n, way) for n in FORMATS for way in ("xla", "kernel")])
+)
+def test_bytes_equal_the_formats_of_the_model(name, way):
     """The same codes as `KVFormat.pack(apply_rope(...))`, which does not share a line with the kernel."""
     layout = RowLayout(name, 128, 0, 32)
     rng = np.random.default_rng(3)
@@ -86,9 +105,8 @@ def test_bytes_equal_the_formats_of_the_model(name):
     insert = Insert(values, cos, sin, index, seq, jnp.zeros((1, 1), jnp.int32), layout)
     # Not under jit: there, XLA rounds a product and the sum after it at once where it likes, here they round apart.
     wanted = jax.jit(get_format(name).pack)(apply_rope(values, cos, sin))
-    for way in ("xla", "kernel"):
-        got = WAYS[way]((jnp.zeros((1, 32 * layout.row_bytes), jnp.uint8),), (insert,))[0]
-        assert np.array_equal(got.reshape(32, -1), wanted), way
+    got = WAYS[way]((jnp.zeros((1, 32 * layout.row_bytes), jnp.uint8),), (insert,))[0]
+    assert np.array_equal(got.reshape(32, -1), wanted)
 
 
 @pytest.mark.smoke
@@ -110,13 +128,13 @@ def test_one_call_writes_three_kinds_of_rows_into_two_arenas():
         assert np.array_equal(got[0], wanted) and np.array_equal(got[1], wanted_ring), way
 
 
-def test_rows_of_a_program_and_their_number_do_not_matter():
+@pytest.mark.parametrize("rows", [3, pytest.param(16, marks=pytest.mark.slow)])
+def test_rows_of_a_program_and_their_number_do_not_matter(rows):
     arena, insert = make("mxfp8", rows=7)
     wanted, _ = expected(arena, insert)
-    for rows in (3, 16):
-        config = InsertConfig(rows=rows)
-        got = kv_insert((jnp.asarray(arena),), (insert,), implementation="pallas_triton", interpret=True, config=config)
-        assert np.array_equal(got[0], wanted), rows
+    config = InsertConfig(rows=rows)
+    got = kv_insert((jnp.asarray(arena),), (insert,), implementation="pallas_triton", interpret=True, config=config)
+    assert np.array_equal(got[0], wanted)
 
 
 def test_the_whole_row_may_rotate_and_a_call_may_have_no_rows():

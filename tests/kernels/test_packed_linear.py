@@ -13,7 +13,8 @@ from pallas_kernels.packed_linear.config import LinearConfig
 from pallas_kernels.packed_linear.weights import KINDS, scale_shape
 from tests.oracles import kernels_packed_linear as oracle
 
-SHAPES = [(1, 32, 33), (5, 160, 70), (17, 96, 16)]  # rows, in, out: most leave partial tiles on every side
+# rows, in, out: most leave partial tiles on every side
+SHAPES = [(5, 160, 70), (1, 32, 33), (17, 96, 16)]
 SMALL = LinearConfig(rows=16, outputs=32, inputs=64, splits=2)
 
 
@@ -47,8 +48,14 @@ def draw(kind, rows, inputs, out, seed=0):
     return x, codes, scale
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        pytest.param(kind, shape, marks=() if (kind, shape) == ("fp8", SHAPES[0]) else pytest.mark.slow)
+        for kind in KINDS
+        for shape in SHAPES
+    ],
+)
 def test_products_are_the_exact_ones_up_to_the_rounding_of_sums(kind, shape):
     x, codes, scale = draw(kind, *shape)
     wanted, size = oracle.product(kind, x, codes, scale)
@@ -57,18 +64,24 @@ def test_products_are_the_exact_ones_up_to_the_rounding_of_sums(kind, shape):
         assert np.all(error <= oracle.bound(size, shape[1])), way
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_xla_path_is_the_product_of_the_model_bit_for_bit(kind):
-    for dtype in (jnp.float32, jnp.bfloat16):
-        x, codes, scale = draw(kind, 5, 160, 70)
-        weight = model.PackedWeight(jnp.asarray(codes), jnp.asarray(scale), kind)
-        x = jnp.asarray(x).astype(dtype)
-        assert np.array_equal(_xla(x, codes, scale, kind), jax.jit(model.packed_linear)(x, weight)), dtype
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("fp8", jnp.float32),
+        *(
+            pytest.param(*p, marks=pytest.mark.slow)
+            for p in (("fp8", jnp.bfloat16), ("fp4", jnp.float32), ("fp4", jnp.bfloat16))
+        ),
+    ],
+)
+def test_the_xla_path_is_the_product_of_the_model_bit_for_bit(kind, dtype):
+    x, codes, scale = draw(kind, 5, 160, 70)
+    weight = model.PackedWeight(jnp.asarray(codes), jnp.asarray(scale), kind)
+    x = jnp.asarray(x).astype(dtype)
+    assert np.array_equal(_xla(x, codes, scale, kind), jax.jit(model.packed_linear)(x, weight))
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_of_small_integers_are_exact_whatever_the_tiles(kind):
+def check_integers(kind, configs):
     """Sums that float32 holds exactly leave no room for an error, so every tile and split gives the same bits."""
     rng = np.random.default_rng(0)
     rows, inputs, out = 3, 192, 40
@@ -78,14 +91,26 @@ def test_products_of_small_integers_are_exact_whatever_the_tiles(kind):
         codes = np.where(codes & 1, 0x38, 0xC0).astype(np.uint8)  # 1 and -2
     scale = rng.integers(126, 129, scale_shape(out, inputs, kind), dtype=np.uint8)
     wanted, _ = oracle.product(kind, x, codes, scale)
-    for config in (SMALL, LinearConfig(), LinearConfig(outputs=16, inputs=32, splits=4), LinearConfig(inputs=256)):
+    for config in configs:
         assert np.array_equal(_kernel(x, codes, scale, kind, config), wanted), config
     assert np.array_equal(_xla(x, codes, scale, kind), wanted)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
+def test_products_of_small_integers_are_exact(kind):
+    check_integers(kind, [LinearConfig(outputs=16, inputs=32, splits=4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_small_integers_are_exact_whatever_the_tiles(kind):
+    check_integers(kind, [SMALL, LinearConfig(), LinearConfig(inputs=256)])
+
+
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("fp4", marks=pytest.mark.slow)])
 def test_a_row_of_nan_stays_in_its_row(kind):
-    x, codes, scale = draw(kind, 5, 64, 33)
+    x, codes, scale = draw(kind, 5, 160, 70)
     wanted = np.asarray(_kernel(x, codes, scale, kind))
     x[3] = np.nan
     got = np.asarray(_kernel(x, codes, scale, kind))
