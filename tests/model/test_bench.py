@@ -44,6 +44,7 @@ class StandIn:
         return [9.0, 0.25, 0.5, 0.25]
 
 
+@pytest.mark.slow
 def test_every_row_has_its_bounds_and_the_report_its_context(machine):
     report = bench.run_bench(plan=PLAN)
     assert [(row["phase"], row["tokens"]) for row in report["rows"]] == [

@@ -43,6 +43,7 @@ def run_folder(params, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_stream_is_lazy_and_yields_one_piece_per_token(params, run_folder):
     pieces = stream(run_folder, TEXT, NEW, prefill_rows=ROWS)
     new = list(generate_tokens(params, CFG, PROMPT, NEW, prefill_rows=ROWS))

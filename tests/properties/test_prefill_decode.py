@@ -54,6 +54,7 @@ def test_prefill_equals_every_split_at_length(seed):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_without_the_calming_scale_the_first_selection_is_the_same():
     """Everything up to the first index source, at full size: two window layers before it, both sides of its caches.
 

@@ -37,6 +37,7 @@ def test_lengths_that_would_mismeasure_are_refused(short, long):
         measured_kv_bytes(TINY, short, long)
 
 
+@pytest.mark.slow
 def test_decode_is_timed_behind_the_context_and_the_warm_up():
     params = steps.init_params(TINY, 0)
     found = decode_seconds(params, TINY, range(1, 21), context=10, warmup=4)

@@ -151,6 +151,7 @@ def scheduled_first_tokens(seeds):
     return first[::2], verified[:, 0]
 
 
+@pytest.mark.slow
 def test_scheduled_lengths_keep_the_distribution_of_sequences_with_seeds_of_their_own():
     """B92: with one seed for both, a draft decides through the other's confidence whether it is verified itself."""
     first, verified = scheduled_first_tokens([[2 * n, 2 * n + 1] for n in range(2000)])
