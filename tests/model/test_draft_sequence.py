@@ -72,6 +72,7 @@ def test_target_logits_are_those_behind_the_blocks_tokens(params, trained):
         np.testing.assert_allclose(trained[0].target_logits[0, number], logits[0, anchor : anchor + 3], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_only_draft_parameters_take_a_gradient(trained):
     _, grads = trained
     for name, part in grads.items():

@@ -65,6 +65,7 @@ def test_a_stream_ends_at_the_border_of_a_document(run_folder, monkeypatch):
     assert list(stream(run_folder, TEXT, 4)) == ["A", "\n"]
 
 
+@pytest.mark.slow
 def test_drafts_are_asked_for_and_the_text_ends_at_a_border_all_the_same(run_folder, monkeypatch):
     """Drafts are asked for only where they are wanted."""
     asked = []

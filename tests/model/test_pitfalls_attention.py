@@ -118,7 +118,10 @@ def test_too_large_a_selection_for_the_pool_is_refused():
     assert (released.candidate_topk_blocks - 1) * released.candidate_block_size + 1 == 16377 >= released.index_topk
 
 
-@pytest.mark.parametrize("sizes", [[13], [6, 7], [1] * 13, [3, 9, 1]])
+OTHER_SIZES = [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ([6, 7], [1] * 13)]
+
+
+@pytest.mark.parametrize("sizes", [[13], [3, 9, 1], *OTHER_SIZES])
 def test_the_window_is_the_last_positions_in_every_layer(params, sizes):
     """B49: with W = 4 position 9 sees exactly 6, 7, 8, 9, in prefill, chunks and decode, in every layer kind."""
     cfg = running.tiny()

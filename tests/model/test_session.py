@@ -36,6 +36,7 @@ def state(mine: Session):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_prompts_of_any_length_and_decoded_tokens_get_the_logits_of_a_whole_prefill(expected):
     mine = session()
     logits = mine.append({"a": A[:19], "b": B[:7]})  # 26 tokens in steps of 8 rows, cut wherever they fall

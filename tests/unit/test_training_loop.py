@@ -262,6 +262,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_two_devices_train_the_same_model_as_one_and_resume_to_the_same_bits(tmp_path):
     program = TWO_DEVICES.format(root=str(ROOT), tmp=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
