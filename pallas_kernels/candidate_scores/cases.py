@@ -11,8 +11,8 @@ from pallas_kernels.candidate_scores.api import candidate_scores
 from pallas_kernels.candidate_scores.config import CandidateConfig, bucket
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
+from pallas_kernels.common.expected import sequence_rows
 from pallas_kernels.common.formats import FORMATS, PagedRows
-from pallas_kernels.common.numpy_rows import sequence_rows
 from pallas_kernels.indexer_scores.cases import HEADS, LEAST, TOLERANCE, WIDTH, arena_pages, draw_keys, want_scores
 
 _BLOCKS, _SIZE, _ENTRIES = 2_048, 8, 1 << 17

@@ -42,6 +42,15 @@ def rows_of(rows: PagedRows, query: int, index: np.ndarray) -> np.ndarray:
     return unpack(data, layout.format, layout.width) if rows.unit == 1 else data.astype(np.float64)
 
 
+def sequence_rows(rows: PagedRows, seq: int) -> np.ndarray:
+    """All rows of one block table, float64[W * rows_per_page, width]; any values where there is no page."""
+    layout = rows.layout
+    start, size = layout.offset // rows.unit, layout.row_bytes // rows.unit
+    pages = rows.arena[:, start : start + layout.rows_per_page * size][np.maximum(rows.table[seq], 0)]
+    data = np.asarray(pages).reshape(-1, size)
+    return unpack(data, layout.format, layout.width) if rows.unit == 1 else data.astype(np.float64)
+
+
 def _decode(data: np.ndarray, code: str) -> np.ndarray:
     if code == "e2m1":
         pairs = np.stack([data & 15, data >> 4], axis=-1)

@@ -10,8 +10,8 @@ import numpy as np
 
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
+from pallas_kernels.common.expected import sequence_rows
 from pallas_kernels.common.formats import FORMATS, OFFSET_LIMIT, WIDE_OFFSETS, PagedRows, RowLayout
-from pallas_kernels.common.numpy_rows import sequence_rows
 from pallas_kernels.indexer_scores.api import indexer_scores
 from pallas_kernels.indexer_scores.config import IndexerConfig, bucket
 
