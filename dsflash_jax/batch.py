@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsflash_jax.cache.layout import cache_layout, pages_for
+from dsflash_jax.cache.layout import cache_layout, pages_for, spare_rows
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.config_rules import QUANT_BLOCK
@@ -287,13 +287,18 @@ def check_ngrams(step: StepInfo, params: Mapping[str, Any], cfg: ModelConfig) ->
         _check_range(f"ngrams.index of {name}", index, rows, "rows", "the table")
 
 
-def check_verified_rows(step: StepInfo, cfg: ModelConfig) -> None:
+def few_rows(step: StepInfo, cfg: ModelConfig) -> bool:
+    """Whether the step has so few rows that no sequence can have more than the ring has to spare; static."""
+    return step.num_rows <= spare_rows(cfg)
+
+
+def check_few_rows(step: StepInfo, cfg: ModelConfig) -> None:
     """Raises ValueError for a sequence with more rows than ring and compressor state can roll back."""
-    rows, most = _rows(step), cfg.num_draft_tokens + 1
+    rows, most = _rows(step), spare_rows(cfg)
     if rows is not None and rows.max(initial=0) > most:
         worst = int(rows.argmax())
         rule = f"exceed num_draft_tokens + 1 = {most}, which ring and state can roll back"
-        raise ValueError(f"slot {step.slot[worst]}: {rows[worst]} rows to verify {rule}.")
+        raise ValueError(f"slot {step.slot[worst]}: {rows[worst]} rows {rule}.")
 
 
 def check_accepted(step: StepInfo, accepted: Any) -> None:

@@ -22,7 +22,7 @@ _LATER = frozenset({
     "engram_num_embeddings", "engram_max_ngram_size", "engram_vocab_size", "engram_n_heads", "engram_head_dim",
     "engram_pad_token_id", "engram_compressed_vocab_size", "dspark_block_size", "dspark_target_layer_ids",
     "dspark_markov_rank", "dspark_noise_token_id", "dspark_n_routed_experts", "dspark_num_experts_per_tok",
-    "quant_method", "expert_dtype", "tie_word_embeddings",
+    "quant_method", "expert_dtype", "tie_word_embeddings", "implementation", "interpret",
 })  # fmt: skip
 
 
@@ -37,6 +37,22 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         _floats_for_integers(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which implementation of the ops in `pallas_kernels` a model calls; fields are keyword arguments of the ops."""
+
+    implementation: str | None = None  # None: the best for the platform that a step is compiled for
+    interpret: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of every op."""
+        return {"implementation": self.implementation, "interpret": self.interpret}
+
+
+BEST_KERNELS = Kernels()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +130,8 @@ class ModelConfig:
     main_format: str = "fp4_e4m3"
     index_format: str = "mxfp4"
     scratch_bytes: int = 32 * 2**20  # budget of one score or gather tile
+    implementation: str = ""  # of the ops in `pallas_kernels`: "" = the best for the platform, "xla", "pallas_triton"
+    interpret: bool = False  # the named kernels are interpreted, on any platform: for tests, slow
     qat: bool = False  # whole-sequence forward rounds KV as the cache does, straight-through gradient
     token_shift: bool = False  # lab only: learned share of the previous embedding (not in the published model)
 
@@ -137,6 +155,11 @@ class ModelConfig:
     def layer_ratios(self) -> tuple[int, ...]:
         """Compress ratios of the backbone layers (draft layers, if listed, cut off)."""
         return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def kernels(self) -> Kernels:
+        """`implementation` and `interpret` as the ops take them."""
+        return Kernels(self.implementation or None, self.interpret)
 
     def without_drafts(self) -> ModelConfig:
         """The same backbone alone."""

@@ -15,6 +15,7 @@ SCORING_FUNCS = ("sqrtsoftplus", "sigmoid", "softmax")
 DTYPES = ("float32", "bfloat16")
 CACHES = ("main", "index", "window")  # each has a key `<cache>_format`
 QUANT_METHODS, EXPERT_DTYPES = ("", "fp8"), ("", "fp4")
+IMPLEMENTATIONS = ("", "xla", "pallas_triton", "pallas_mosaic_gpu")  # of the ops in `pallas_kernels`; "" = the best
 QUANT_BLOCK = 32  # rows and columns that share a scale in packed weights
 _OPTIONAL = (
     "engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_pad_token_id", "engram_compressed_vocab_size",
@@ -34,6 +35,7 @@ def check_config(cfg: ModelConfig) -> None:
     _check_engram(cfg)
     _check_drafts(cfg)
     _check_packed_weights(cfg)
+    _check_kernels(cfg)
 
 
 def refuse(name: str, value: Any, rule: str) -> None:
@@ -240,3 +242,16 @@ def _check_packed_weights(cfg: ModelConfig) -> None:
         for name, width in inputs.items() if getattr(cfg, key) else ():
             if width % QUANT_BLOCK:
                 refuse(name, width, f"must be a multiple of {QUANT_BLOCK} with {key}={getattr(cfg, key)!r}")
+
+
+def _check_kernels(cfg: ModelConfig) -> None:
+    if cfg.implementation not in IMPLEMENTATIONS:
+        known = ", ".join(name or "nothing" for name in IMPLEMENTATIONS)
+        refuse("implementation", cfg.implementation, f"must be one of {known}")
+    kernel = cfg.implementation not in ("", "xla")
+    if cfg.interpret and not kernel:
+        refuse("interpret", True, f"interprets a kernel, so implementation={cfg.implementation!r} must name one")
+    for name, only in (("score_dtype", "float32"), ("stale_index_keys", False)):
+        if kernel and getattr(cfg, name) != only:
+            rule = f"must be {only!r} with implementation={cfg.implementation!r}: no kernel reproduces it"
+            refuse(name, getattr(cfg, name), rule)

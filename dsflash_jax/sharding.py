@@ -24,10 +24,10 @@ from dsflash_jax import steps
 from dsflash_jax.batch import (
     check_accepted,
     check_cache,
+    check_few_rows,
     check_ngrams,
     check_step,
     check_tail,
-    check_verified_rows,
     rows_to_run,
 )
 from dsflash_jax.cache.model_cache import ModelCache
@@ -173,7 +173,7 @@ def verify(
     """`steps.verify` of one step per group: (logits [D, T, V], cache [D, ...])."""
     _check(params, cache, parts, cfg, mesh)
     for part in parts:
-        check_verified_rows(part, cfg)
+        check_few_rows(part, cfg)
     return _compiled(cfg, mesh, "all", False)(params, cache, stack_steps(parts))
 
 
@@ -193,7 +193,7 @@ def draft(
     settings: Sequence[Settings],
 ) -> DraftOutput:
     """`draft_step.draft` of one draft step and its settings per group: tokens, logits, confidences [D, S, block]."""
-    _check_groups(parts, mesh)
+    _check_groups(parts, cfg, mesh)
     for part in parts:
         check_draft(_group(cache), part, cfg)
     return _compiled_draft(cfg, mesh)(params, cache, stack_steps(parts), stack_steps(settings))
@@ -209,14 +209,18 @@ def _group(cache: ModelCache) -> ModelCache:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), cache)
 
 
-def _check_groups(parts: Sequence[Any], mesh: Mesh) -> None:
+def _check_groups(parts: Sequence[Any], cfg: ModelConfig, mesh: Mesh) -> None:
     groups = mesh.shape[DATA_AXIS]
     if len(parts) != groups:
         raise ValueError(f"there are {len(parts)} steps for the mesh's data={groups}: one per group.")
+    if cfg.implementation not in ("", "xla"):
+        raise ValueError(
+            f"implementation={cfg.implementation!r} must be empty or xla on a mesh: kernels are not split."
+        )
 
 
 def _check(params: steps.Params, cache: ModelCache, parts: Sequence[StepInfo], cfg: ModelConfig, mesh: Mesh) -> None:
-    _check_groups(parts, mesh)
+    _check_groups(parts, cfg, mesh)
     check_cache(_group(cache), cfg)
     for part in parts:
         check_step(part, _group(cache))
@@ -227,6 +231,8 @@ def _check(params: steps.Params, cache: ModelCache, parts: Sequence[StepInfo], c
 def _compiled(cfg: ModelConfig, mesh: Mesh, run: str | tuple[int, ...], advance: bool):
     """The jitted step over a mesh. run: logits of `steps` ("last" or "all"), or rows per decoder layer."""
 
+    cfg = _unpartitioned(cfg)
+
     def one(params: steps.Params, cache: ModelCache, step: StepInfo):
         return steps.run_step(params, cache, step, cfg, run, advance)
 
@@ -235,10 +241,17 @@ def _compiled(cfg: ModelConfig, mesh: Mesh, run: str | tuple[int, ...], advance:
 
 @functools.lru_cache(maxsize=16)
 def _compiled_draft(cfg: ModelConfig, mesh: Mesh):
+    cfg = _unpartitioned(cfg)
+
     def one(params: steps.Params, cache: ModelCache, step: DraftStep, settings: Settings) -> DraftOutput:
         return run_draft(params, cache, step, cfg, settings)
 
     return jax.jit(_per_group(one, mesh), compiler_options=steps.EXACT_ROUNDING)
+
+
+def _unpartitioned(cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with the ops' XLA forms: the compiler can split those along heads, but not a kernel."""
+    return cfg.replace(implementation="xla", interpret=False)
 
 
 def _per_group(one: Callable, mesh: Mesh) -> Callable:
@@ -261,7 +274,12 @@ def _per_group(one: Callable, mesh: Mesh) -> Callable:
 
 
 def lower(
-    step: str, params: Any, cache: Any, parts: Sequence[Any], cfg: ModelConfig, mesh: Mesh,
+    step: str,
+    params: Any,
+    cache: Any,
+    parts: Sequence[Any],
+    cfg: ModelConfig,
+    mesh: Mesh,
     settings: Sequence[Settings] = (),
 ) -> jax.stages.Lowered:
     """A step traced but not compiled: for reading its HLO. step: "prefill" (`decode` is the same), "verify" or "draft",

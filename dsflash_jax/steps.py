@@ -19,10 +19,11 @@ from flax import nnx
 from dsflash_jax.batch import (
     check_accepted,
     check_cache,
+    check_few_rows,
     check_ngrams,
     check_step,
     check_tail,
-    check_verified_rows,
+    few_rows,
     rows_to_run,
 )
 from dsflash_jax.cache.model_cache import ModelCache
@@ -136,22 +137,39 @@ def forward_drafts(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("cfg", "logits"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
+    jax.jit, static_argnames=("cfg", "logits", "in_ring"), donate_argnames=("cache",), compiler_options=EXACT_ROUNDING
 )
-def _step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, logits: str, advance: jax.Array):
-    return run_step(params, cache, step, cfg, logits, advance)
+def _step(
+    params: Params,
+    cache: ModelCache,
+    step: StepInfo,
+    cfg: ModelConfig,
+    logits: str,
+    advance: jax.Array,
+    in_ring: bool = False,
+):
+    return run_step(params, cache, step, cfg, logits, advance, in_ring)
 
 
 def run_step(
-    params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, run: str | tuple[int, ...], advance: jax.Array
+    params: Params,
+    cache: ModelCache,
+    step: StepInfo,
+    cfg: ModelConfig,
+    run: str | tuple[int, ...],
+    advance: jax.Array,
+    in_ring: bool = False,
 ) -> tuple[jax.Array, ModelCache]:
     """One ragged step, not jitted: (logits, cache). For jitted functions that place it on devices (`sharding.py`).
 
     run: logits of all layers on all rows ("last" or "all"), or the rows per decoder layer of an asymmetric prefill.
-    advance: whether the lengths move to the end of the step.
+    advance: whether the lengths move to the end of the step. in_ring: see `Transformer.context`.
     """
     model = bind(params, cfg)
-    out, cache = model(step, cache, run) if isinstance(run, str) else prefill_asymmetric(model, step, cache, run)
+    if isinstance(run, str):
+        out, cache = model(step, cache, run, in_ring)
+    else:
+        out, cache = prefill_asymmetric(model, step, cache, run)
     length = jax.numpy.where(advance, step.length, step.start)
     return out, commit_lengths(cache, step.slot, length)
 
@@ -179,19 +197,29 @@ def prefill(
     check_step(step, cache)
     check_ngrams(step, params, cfg)
     if decoder == "all":
-        return _step(params, cache, step, cfg, "last", True)
+        return _step(params, cache, step, cfg, "last", True, few_rows(step, cfg))
     check_tail(cache, cfg, decoder)
     return _asymmetric(params, cache, step, cfg, rows_to_run(step, cfg, decoder))
 
 
 def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
-    """One token per sequence: (logits [S, V], cache). The same ragged step as `prefill`, with its checks."""
-    return prefill(params, cache, step, cfg)
+    """One token (or a few) per sequence: (logits [S, V] of the last rows, cache).
+
+    The same ragged step as `prefill`, with its checks, which reads all window rows from the ring. So a sequence may not
+    have more than num_draft_tokens + 1 rows: ValueError.
+    """
+    check_cache(cache, cfg)
+    check_step(step, cache)
+    check_ngrams(step, params, cfg)
+    check_few_rows(step, cfg)
+    return _step(params, cache, step, cfg, "last", True, True)
 
 
-def lower_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> jax.stages.Lowered:
-    """The ragged step traced but not compiled, from arrays or shapes: for benchmarks and for reading its HLO."""
-    return _step.lower(params, cache, step, cfg, "last", True)
+def lower_step(
+    params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, *, decoding: bool = False
+) -> jax.stages.Lowered:
+    """`prefill` or `decode` traced but not compiled, from arrays or shapes: for benchmarks and for reading its HLO."""
+    return _step.lower(params, cache, step, cfg, "last", True, decoding or few_rows(step, cfg))
 
 
 def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:
@@ -202,8 +230,8 @@ def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) 
     check_cache(cache, cfg)
     check_step(step, cache)
     check_ngrams(step, params, cfg)
-    check_verified_rows(step, cfg)
-    return _step(params, cache, step, cfg, "all", False)
+    check_few_rows(step, cfg)
+    return _step(params, cache, step, cfg, "all", False, True)
 
 
 def commit(cache: ModelCache, step: StepInfo, accepted: jax.Array | Sequence[int]) -> ModelCache:
@@ -227,7 +255,7 @@ def _commit(cache: ModelCache, step: StepInfo, accepted: jax.Array) -> ModelCach
 def trace_step(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig):
     """The ragged step with all intermediates: (logits [T, V], cache, one dict per layer and a final one). Unchecked."""
     captures: list[dict] = []
-    out, cache = bind(params, cfg)(step, cache, "all", captures)
+    out, cache = bind(params, cfg)(step, cache, "all", captures=captures)
     return out, commit_lengths(cache, step.slot, step.length), captures
 
 

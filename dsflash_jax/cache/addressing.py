@@ -1,29 +1,22 @@
-"""Addresses and rows of a layout's members for arrays: what needs `jnp`, so that `layout` itself stays free of JAX."""
+"""A layout's members as the ops of `pallas_kernels` address them: what needs JAX, so that `layout` stays free of it."""
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from dsflash_jax.cache.layout import Member
+from pallas_kernels.common.formats import PagedRows, RowLayout
 
 
-def entry_address(member: Member, tables: jax.Array, seq: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(page, byte offset) of each `entry` of sequence `seq` through block tables [S, P]; page -1 where there is none.
+def row_layout(member: Member) -> RowLayout:
+    """How the rows of `member` lie in its page."""
+    return RowLayout(member.facts.name, member.width, member.offset, member.rows_per_page)
 
-    `seq` broadcasts against `entry`. Only the pages asked for are read: whole table rows per query would be [T, P].
+
+def paged_rows(member: Member, arena: jax.Array, tables: jax.Array, seq: jax.Array) -> PagedRows:
+    """The rows of `member` in an arena uint8[P, page_bytes], found through block tables int32[S, W].
+
+    seq: int32[Q], the table row of each query. Of window rows the arena is the ring, whose page is a sequence slot:
+    its table is `slot[:, None]`, and the row of a position is `ring_row`.
     """
-    width = tables.shape[-1]
-    page = tables[seq, jnp.clip(entry // member.rows_per_page, 0, width - 1)]
-    inside = (entry >= 0) & (entry < width * member.rows_per_page)
-    return jnp.where(inside, page, -1), member.row_offset(jnp.maximum(entry, 0))
-
-
-def member_address(member: Member, page: jax.Array) -> tuple[jax.Array, jax.Array, int]:
-    """(page, byte offset, bytes) of the whole member in each `page`: the last arguments of `ops.rows.read_bytes`."""
-    return page, jnp.full_like(page, member.offset), member.nbytes
-
-
-def unpack_member(member: Member, packed: jax.Array) -> jax.Array:
-    """Bytes of whole members uint8[..., nbytes] -> their rows float32[N, width], in order of page and row."""
-    return member.format.unpack(packed.reshape(-1, member.row_bytes), member.width)
+    return PagedRows(arena, tables, seq, row_layout(member))

@@ -55,9 +55,9 @@ class Member:
         """Byte offset in its page of the row with the running number `row` >= 0 (pages follow each other)."""
         return self.offset + row % self.rows_per_page * self.row_bytes
 
-    def ring_address(self, slot: Integers, position: Integers) -> tuple[Integers, Integers]:
-        """(page, byte offset) of a window row in the ring arena, whose page is the sequence's slot."""
-        return slot, self.row_offset(position)
+    def ring_row(self, position: Integers) -> Integers:
+        """Row of a position >= 0 in a window ring; its page is the sequence's slot."""
+        return position % self.rows_per_page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,12 @@ def pages_for(cfg: ModelConfig, tokens: int) -> int:
 
 def ring_rows(cfg: ModelConfig) -> int:
     """Window rows per slot: the window, the verified token and its drafts, so that a rejection loses nothing."""
-    return cfg.sliding_window + cfg.num_draft_tokens + 1
+    return cfg.sliding_window + spare_rows(cfg)
+
+
+def spare_rows(cfg: ModelConfig) -> int:
+    """Rows that a step may write to a slot's ring before any that one of them sees is overwritten."""
+    return cfg.num_draft_tokens + 1
 
 
 def state_rows(cfg: ModelConfig) -> int:

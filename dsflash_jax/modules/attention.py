@@ -8,7 +8,7 @@ from flax import nnx
 
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.linear import Linear, RMSNorm
-from dsflash_jax.modules.selection import Query
+from dsflash_jax.modules.select_forms import Query
 from dsflash_jax.numerics.formats import get_format, straight_through
 from dsflash_jax.ops.linear import einsum_f32
 from dsflash_jax.ops.rope import apply_rope
@@ -37,7 +37,7 @@ class Indexer(nnx.Module):
     def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
         self.cfg = cfg
         width = cfg.index_n_heads * cfg.index_head_dim
-        self.wq_b = Linear(cfg.q_lora_rank, width, rngs=rngs, packed=cfg.quant_method)
+        self.wq_b = Linear(cfg.q_lora_rank, width, rngs=rngs, packed=cfg.quant_method, kernels=cfg.kernels)
         self.weights_proj = Linear(cfg.hidden_size, cfg.index_n_heads, rngs=rngs)
         if role.owns_kv:
             self.wk = Linear(cfg.head_dim, cfg.index_head_dim, rngs=rngs)
@@ -53,9 +53,9 @@ class Indexer(nnx.Module):
         weights = self.weights_proj(x) * (cfg.index_head_dim**-0.5 * cfg.index_n_heads**-0.5)
         return Query(q, weights.astype(jnp.float32))
 
-    def key(self, latent: jax.Array, rope: Rope) -> jax.Array:
-        """Index keys [..., D] from un-rotated, unrounded latents; rotated, not yet rounded."""
-        return apply_rope(self.k_norm(self.wk(latent)), *rope)
+    def key(self, latent: jax.Array) -> jax.Array:
+        """Index keys [..., D] from un-rotated, unrounded latents; neither rotated nor rounded."""
+        return self.k_norm(self.wk(latent))
 
 
 class Attention(nnx.Module):
@@ -63,15 +63,15 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, role: LayerRole, rngs: nnx.Rngs):
         self.cfg, self.role = cfg, role
-        heads, packed = cfg.num_attention_heads, cfg.quant_method
+        heads, packed = cfg.num_attention_heads, {"packed": cfg.quant_method, "kernels": cfg.kernels}
         self.attn_sink = nnx.Param(jnp.zeros((heads,), jnp.float32))
-        self.wq_a = Linear(cfg.hidden_size, cfg.q_lora_rank, rngs=rngs, packed=packed)
+        self.wq_a = Linear(cfg.hidden_size, cfg.q_lora_rank, rngs=rngs, **packed)
         self.q_norm = RMSNorm(cfg.q_lora_rank, cfg.rms_norm_eps)
-        self.wq_b = Linear(cfg.q_lora_rank, heads * cfg.head_dim, rngs=rngs, packed=packed)
-        self.wkv = Linear(cfg.hidden_size, cfg.head_dim, rngs=rngs, packed=packed)
+        self.wq_b = Linear(cfg.q_lora_rank, heads * cfg.head_dim, rngs=rngs, **packed)
+        self.wkv = Linear(cfg.hidden_size, cfg.head_dim, rngs=rngs, **packed)
         self.kv_norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps)
         self.wo_a = Linear(heads * cfg.head_dim // cfg.o_groups, cfg.o_groups * cfg.o_lora_rank, rngs=rngs)
-        self.wo_b = Linear(cfg.o_groups * cfg.o_lora_rank, cfg.hidden_size, rngs=rngs, packed=packed)
+        self.wo_b = Linear(cfg.o_groups * cfg.o_lora_rank, cfg.hidden_size, rngs=rngs, **packed)
         if role.owns_kv:
             self.compressor = Compressor(cfg, role, rngs)
         if role.indexes:
@@ -88,9 +88,9 @@ class Attention(nnx.Module):
         q = self.wq_b(qr).reshape(*x.shape[:-1], self.cfg.num_attention_heads, self.cfg.head_dim)
         return apply_rope(q, rope[0][..., None, :], rope[1][..., None, :]), qr
 
-    def window_latent(self, x: jax.Array, rope: Rope) -> jax.Array:
-        """Window key = value [..., D] at the tokens' own positions, rotated, not yet rounded."""
-        return apply_rope(self.kv_norm(self.wkv(x)), *rope)
+    def window_latent(self, x: jax.Array) -> jax.Array:
+        """Window key = value [..., D], neither rotated (to the token's own position) nor rounded."""
+        return self.kv_norm(self.wkv(x))
 
     def output(self, heads_out: jax.Array, rope: Rope) -> jax.Array:
         """[..., H, D] -> [..., hidden]: inverse rotation at the query position, grouped low rank, projection."""

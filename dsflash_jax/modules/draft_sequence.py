@@ -7,6 +7,7 @@ of a draft that has been right so far.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -20,11 +21,14 @@ from dsflash_jax.modules.dspark import (
     block_hidden,
     draft_heads,
     enter_block,
+    float_rows,
     project_targets,
 )
 from dsflash_jax.modules.transformer import Transformer
 from dsflash_jax.numerics.formats import straight_through
+from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.types import DraftStep
+from pallas_kernels.sparse_mla.row_set import RowSet
 
 
 class DraftForward(NamedTuple):
@@ -57,8 +61,8 @@ def draft_sequence(model: Transformer, tokens: jax.Array, main_hidden: jax.Array
     keys = _window_keys(model, main_hidden)
 
     def attend_block(attn: Attention, x: jax.Array) -> jax.Array:
-        old = keys[attn.role.layer][row[:, None], jnp.maximum(entered[2].window, 0)]
-        return block_attention(attn, x, entered[2], old)
+        rows = dataclasses.replace(float_rows(keys[attn.role.layer]), seq=row)
+        return block_attention(attn, x, entered[2], RowSet(rows, entered[2].window))
 
     hidden = block_hidden(model, entered, attend_block, training=True)
     following = jnp.roll(given, -1, axis=1)  # its last column is chosen, but nothing follows from it
@@ -74,6 +78,6 @@ def _window_keys(model: Transformer, main_hidden: jax.Array) -> dict[int, jax.Ar
     ring, found = cache_layout(model.cfg).ring, {}
     for layer in model.mtp:
         number = layer.attn.role.layer
-        rounded = straight_through(ring[number].format, layer.attn.window_latent(x, rope))
+        rounded = straight_through(ring[number].format, apply_rope(layer.attn.window_latent(x), *rope))
         found[number] = rounded.astype(jnp.float32)
     return found

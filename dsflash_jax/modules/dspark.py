@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsflash_jax.cache.addressing import paged_rows
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
@@ -22,12 +23,16 @@ from dsflash_jax.modules.attention import Attention, Rope
 from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
 from dsflash_jax.modules.layer import StepContext
 from dsflash_jax.modules.linear import Linear, RMSNorm
+from dsflash_jax.modules.window import ring_insert
 from dsflash_jax.numerics.formats import straight_through
 from dsflash_jax.ops.hyper_connections import collapse
-from dsflash_jax.ops.rows import read_bytes, write_bytes
-from dsflash_jax.ops.sparse_attention import attend
+from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import DraftStep
+from pallas_kernels.common.formats import PagedRows, RowLayout
+from pallas_kernels.kv_insert.api import kv_insert
+from pallas_kernels.sparse_mla.api import sparse_mla
+from pallas_kernels.sparse_mla.row_set import RowSet
 
 if TYPE_CHECKING:
     from dsflash_jax.modules.transformer import Transformer
@@ -116,15 +121,11 @@ def seed_windows(
     """
     step, layout = context.step, cache_layout(cfg)
     x = project_targets(drafts, main_hidden)
-    seq = step.row_to_seq
-    # Only the last `ring_rows` rows of a sequence are written: earlier ones would share their addresses.
-    keep = (step.positions >= 0) & (step.positions >= step.length[seq] - layout.ring_rows)
-    slot, position = jnp.where(keep, step.slot[seq], -1), jnp.maximum(step.positions, 0)
-    ring = cache.ring
-    for layer in drafts:
-        member = layout.ring[layer.attn.role.layer]
-        latent = layer.attn.window_latent(x, context.rope(layer.attn.role.rope, position))
-        ring = write_bytes(ring, *member.ring_address(slot, position), member.format.pack(latent))
+    inserts = []
+    for attn in (layer.attn for layer in drafts):
+        rope = context.rope(attn.role.rope, step.positions)
+        inserts.append(ring_insert(attn.window_latent(x), rope, step, layout.ring[attn.role.layer]))
+    (ring,) = kv_insert((cache.ring,), inserts, **cfg.kernels.options)
     return dataclasses.replace(cache, ring=ring)
 
 
@@ -220,29 +221,42 @@ def draft_attention(
 ) -> jax.Array:
     """`block_attention` on the window rows that the ring holds."""
     member = cache_layout(attn.cfg).ring[attn.role.layer]
-    slot = jnp.broadcast_to(step.slot[:, None], context.window.shape)
-    page, offset = member.ring_address(slot, jnp.maximum(context.window, 0))
-    old = member.format.unpack(read_bytes(cache.ring, page, offset, member.row_bytes), member.width)
-    return block_attention(attn, x, context, old)
+    index = jnp.where(context.window >= 0, member.ring_row(context.window), -1)
+    rows = paged_rows(member, cache.ring, step.slot[:, None], jnp.arange(x.shape[0], dtype=jnp.int32))
+    return block_attention(attn, x, context, RowSet(rows, index))
 
 
-def block_attention(attn: Attention, x: jax.Array, context: BlockContext, old: jax.Array) -> jax.Array:
+def block_attention(attn: Attention, x: jax.Array, context: BlockContext, window: RowSet) -> jax.Array:
     """x [S, block, d]: every row attends to the window and to all rows of its block, whose keys are not stored.
 
-    old: float32[S, w, D], the rows at `context.window`, rounded as stored; where it is -1 they may hold anything.
+    window: the rows at `context.window`, rounded as stored, as one list for each sequence.
     """
-    member, rope = cache_layout(attn.cfg).ring[attn.role.layer], context.rope
+    cfg, (seqs, block, _), rope = attn.cfg, x.shape, context.rope
     q, _ = attn.query(x, rope)
-    fresh = straight_through(member.format, attn.window_latent(x, rope)).astype(jnp.float32)
-    valid = jnp.concatenate([context.window >= 0, context.inside], axis=1)
-    # Unseen rows may hold any bytes; 0 * NaN would poison the product.
-    keys = jnp.where(valid[..., None], jnp.concatenate([old, fresh], axis=1), 0.0)
-    sink = attn.attn_sink[...]
+    member = cache_layout(cfg).ring[attn.role.layer]
+    fresh = straight_through(member.format, apply_rope(attn.window_latent(x), *rope)).astype(jnp.float32)
+    row = jnp.arange(seqs * block, dtype=jnp.int32).reshape(seqs, block)
+    seq = row.reshape(-1) // block
 
-    def one(q: jax.Array, keys: jax.Array, valid: jax.Array) -> jax.Array:
-        return attend(q, [(keys, jnp.broadcast_to(valid, (q.shape[0], valid.shape[0])))], sink, attn.scale)
+    def each(row_set: RowSet) -> RowSet:
+        """The sequences' lists, for every row of their blocks."""
+        rows = dataclasses.replace(row_set.rows, seq=row_set.rows.seq[seq])
+        return dataclasses.replace(row_set, rows=rows, index=row_set.index[seq])
 
-    return attn.output(jax.vmap(one)(q, keys, valid), rope)
+    inside = jnp.where(context.inside, row - row[:, :1], -1)
+    sets = [each(window), each(RowSet(float_rows(fresh), inside))]
+    out = sparse_mla(
+        q.reshape(-1, *q.shape[2:]), sets, attn.attn_sink[...], scale=attn.scale, scratch_bytes=cfg.scratch_bytes,
+        **cfg.kernels.options,
+    )  # fmt: skip
+    return attn.output(out.reshape(q.shape), rope)
+
+
+def float_rows(rows: jax.Array) -> PagedRows:
+    """Rows float32[S, N, D] that no cache holds, one page of N per sequence."""
+    seqs, count, width = rows.shape
+    number = jnp.arange(seqs, dtype=jnp.int32)
+    return PagedRows(rows.reshape(seqs, -1), number[:, None], number, RowLayout("fp32", width, 0, count))
 
 
 def draft_heads(model: Transformer, hidden: jax.Array, tokens: jax.Array, choose: Choose) -> DraftOutput:

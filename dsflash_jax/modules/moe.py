@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from dsflash_jax.config import ModelConfig
+from dsflash_jax.config import Kernels, ModelConfig
 from dsflash_jax.modules.linear import Linear, held, hold
 from dsflash_jax.ops.linear import Weight
 from dsflash_jax.ops.moe import expert, route, routed_experts, routed_experts_all
@@ -27,13 +27,13 @@ class Gate(nnx.Module):
 class Stacked(nnx.Module):
     """One released tensor per expert, stacked on a leading expert axis: [E, out, in], or packed."""
 
-    def __init__(self, count: int, in_width: int, out_width: int, rngs: nnx.Rngs, packed: str = ""):
-        self.packed = packed
+    def __init__(self, count: int, in_width: int, out_width: int, rngs: nnx.Rngs, packed: str, kernels: Kernels):
+        self.packed, self.kernels = packed, kernels
         hold(self, in_width**-0.5 * jax.random.normal(rngs.params(), (count, out_width, in_width)), packed)
 
     def matrices(self) -> Weight:
         """All experts' weights."""
-        return held(self, self.packed)
+        return held(self, self.packed, self.kernels)
 
 
 class Experts(nnx.Module):
@@ -42,8 +42,8 @@ class Experts(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         count, d, f = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
         packed = cfg.expert_dtype or cfg.quant_method  # as the reference: experts follow unless told otherwise
-        self.w1, self.w3 = Stacked(count, d, f, rngs, packed), Stacked(count, d, f, rngs, packed)
-        self.w2 = Stacked(count, f, d, rngs, packed)
+        self.w1, self.w3 = (Stacked(count, d, f, rngs, packed, cfg.kernels) for _ in range(2))
+        self.w2 = Stacked(count, f, d, rngs, packed, cfg.kernels)
 
     def weights(self) -> tuple[Weight, Weight, Weight]:
         """(w1, w2, w3)."""
@@ -54,9 +54,9 @@ class SharedExpert(nnx.Module):
     """The expert every token passes."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
-        d, f, packed = cfg.hidden_size, cfg.moe_intermediate_size, cfg.quant_method
-        self.w1, self.w3 = Linear(d, f, rngs=rngs, packed=packed), Linear(d, f, rngs=rngs, packed=packed)
-        self.w2 = Linear(f, d, rngs=rngs, packed=packed)
+        d, f, packed = cfg.hidden_size, cfg.moe_intermediate_size, {"packed": cfg.quant_method, "kernels": cfg.kernels}
+        self.w1, self.w3 = Linear(d, f, rngs=rngs, **packed), Linear(d, f, rngs=rngs, **packed)
+        self.w2 = Linear(f, d, rngs=rngs, **packed)
 
 
 class MoE(nnx.Module):

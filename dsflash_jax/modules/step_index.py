@@ -46,24 +46,22 @@ def completing_rows(step: StepInfo, ratio: int) -> jax.Array:
     return jnp.nonzero(done, size=size, fill_value=-1)[0]
 
 
-def interleave_history(step: StepInfo, old: jax.Array, fresh: jax.Array) -> jax.Array:
-    """One table in which each sequence's old rows stand right before its fresh ones, so that runs are contiguous.
+def history_table(step: StepInfo, old: jax.Array) -> jax.Array:
+    """A table in which each sequence's old rows stand right before room for its fresh ones: runs are contiguous.
 
-    old: [S, history, W], oldest first; fresh: [T, W]. Returns [S * history + T, W]; `history_index` finds rows in it.
+    old: [S, history, W], oldest first. Returns [S * history + T, W]; `history_index` finds rows in it.
     """
     seqs, history = old.shape[:2]
     if seqs == 1:
-        return jnp.concatenate([old[0], fresh])
+        return jnp.pad(old[0], ((0, step.num_rows), (0, 0)))
     table = jnp.zeros((seqs * history + step.num_rows, old.shape[-1]), old.dtype)
     first = _block_start(step, history)
-    old_at = jnp.where((step.slot >= 0)[:, None], first[:, None] + jnp.arange(history), table.shape[0])
-    fresh_at = history_index(step, step.row_to_seq, step.positions, history)
-    fresh_at = jnp.where(step.positions >= 0, fresh_at, table.shape[0])
-    return table.at[old_at].set(old, mode="drop").at[fresh_at].set(fresh, mode="drop")
+    at = jnp.where((step.slot >= 0)[:, None], first[:, None] + jnp.arange(history), table.shape[0])
+    return table.at[at].set(old, mode="drop")
 
 
 def history_index(step: StepInfo, seq: jax.Array, position: jax.Array, history: int) -> jax.Array:
-    """Row of a token in the table of `interleave_history`; -1 before position 0 or more than `history` before start.
+    """Row of a token in the table of `history_table`; -1 before position 0 or more than `history` before start.
 
     `position` may have trailing axes beyond `seq`.
     """

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dsflash_jax.cache.layout import spare_rows
 from dsflash_jax.cache.model_cache import ModelCache, Tail
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.attention import Attention
@@ -24,7 +25,7 @@ from dsflash_jax.modules.hyper_connections import init_hyper_connection, initial
 from dsflash_jax.modules.layer import StepContext, attention_step
 from dsflash_jax.modules.linear import Buffer, Linear, RMSNorm
 from dsflash_jax.modules.moe import MoE
-from dsflash_jax.modules.selection import tile_rows
+from dsflash_jax.modules.select_forms import tile_rows
 from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.ops.hyper_connections import collapse
 from dsflash_jax.ops.linear import linear_f32
@@ -133,9 +134,10 @@ class Transformer(nnx.Module):
             return self.head.f32(hidden)
         return linear_f32(hidden.astype(jnp.float32), self.embed.weight[...].astype(jnp.float32))
 
-    def context(self, step: StepInfo) -> StepContext:
-        """What all layers of a step share."""
-        return StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name())
+    def context(self, step: StepInfo, in_ring: bool = False) -> StepContext:
+        """What all layers of a step share. in_ring: a promise about its rows, see `window_rows`; few rows keep it."""
+        in_ring = in_ring or step.num_rows <= spare_rows(self.cfg)
+        return StepContext(step, make_tiles(step, tile_rows(step, self.cfg)), self.freqs.by_name(), in_ring)
 
     def embed_step(self, step: StepInfo) -> tuple[jax.Array, jax.Array]:
         """(streams [T, hc, d], pre [T, hc]) that enter the first layer."""
@@ -171,15 +173,18 @@ class Transformer(nnx.Module):
         _record(capture, main_hidden=main_hidden)
         return seed_windows(self.mtp, main_hidden, context, cache, self.cfg)
 
-    def __call__(self, step: StepInfo, cache: ModelCache, logits: str, captures: list[dict] | None = None):
+    def __call__(
+        self, step: StepInfo, cache: ModelCache, logits: str, in_ring: bool = False, captures: list[dict] | None = None
+    ):
         """Runs the step: (float32 logits, cache).
 
         `logits`: "last" -> [S, V] of each sequence's last row, "all" -> [T, V]; ValueError for anything else.
+        `in_ring`: as of `context`.
         `captures`, when given, receives one dict of intermediate arrays per layer and a final one.
         """
         if logits not in ("last", "all"):
             raise ValueError(f'logits={logits!r} must be "last" or "all".')
-        context, start = self.context(step), decoder_start(self.cfg)
+        context, start = self.context(step, in_ring), decoder_start(self.cfg)
         streams, pre = self.embed_step(step)
         state, targets = (streams, pre, cache, Published()), []
         streams, pre, cache, published = self.run_layers(slice(0, start), context, state, captures, targets)

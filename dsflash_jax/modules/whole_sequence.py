@@ -16,13 +16,16 @@ from dsflash_jax.modules.dspark import is_target, target_hidden
 from dsflash_jax.modules.hyper_connections import initial_streams, run_sublayer
 from dsflash_jax.modules.transformer import Layer, Transformer
 from dsflash_jax.numerics.formats import get_format, straight_through
-from dsflash_jax.ops.compressor import pool, visible_entries
-from dsflash_jax.ops.indexer import block_mask, candidate_blocks, mask_invisible
+from dsflash_jax.ops.compressor import visible_entries
+from dsflash_jax.ops.indexer import block_mask, mask_invisible
 from dsflash_jax.ops.linear import einsum_f32
 from dsflash_jax.ops.rope import apply_rope
-from dsflash_jax.ops.sparse_attention import sink_softmax
 from dsflash_jax.ops.topk import topk_mask
 from dsflash_jax.types import NgramRows
+from pallas_kernels.candidate_select.api import candidate_select
+from pallas_kernels.compress_pool.xla import pool
+from pallas_kernels.indexer_scores.xla import block_maxima
+from pallas_kernels.sparse_mla.attention import sink_softmax
 
 
 class ForwardOutput(NamedTuple):
@@ -116,7 +119,7 @@ def _attention(
 ) -> tuple[jax.Array, _Carried]:
     role, cfg = attn.role, attn.cfg
     q, qr = attn.query(x, rope)
-    keys = _rounded(attn.window_latent(x, rope), cfg.window_format, cfg)
+    keys = _rounded(apply_rope(attn.window_latent(x), *rope), cfg.window_format, cfg)
     position = jnp.arange(x.shape[1])
     age = position[:, None] - position[None, :]
     window = jnp.broadcast_to((age >= 0) & (age < cfg.sliding_window), (x.shape[0], *age.shape))
@@ -162,7 +165,7 @@ def _publish_entries(attn: Attention, x: jax.Array, rope: Rope, carried: _Carrie
     latent = attn.compressor.norm(latent)
     first = tuple(table[: groups * role.ratio : role.ratio] for table in rope)
     entries = _rounded(apply_rope(latent, *first), cfg.main_format, cfg)
-    keys = _rounded(attn.indexer.key(jax.lax.stop_gradient(latent), first), cfg.index_format, cfg)
+    keys = _rounded(apply_rope(attn.indexer.key(jax.lax.stop_gradient(latent)), *first), cfg.index_format, cfg)
     return carried._replace(entries=entries, keys=keys)
 
 
@@ -179,8 +182,12 @@ def _publish_selection(attn: Attention, x: jax.Array, qr: jax.Array, rope: Rope,
     if role.reads_candidates:
         flat = jnp.where(pool_BxTxE.reshape(flat.shape), flat, -jnp.inf)
     if role.builds_candidates:
-        blocks = candidate_blocks(flat, visible, cfg.candidate_block_size, cfg.candidate_topk_blocks)
-        pool_BxTxE = block_mask(blocks, width, cfg.candidate_block_size).reshape(scores.shape)
+        size = cfg.candidate_block_size
+        blocks = candidate_select(
+            block_maxima(flat, size), visible, block_size=size, topk_blocks=cfg.candidate_topk_blocks,
+            implementation="xla",
+        )  # fmt: skip
+        pool_BxTxE = block_mask(blocks, width, size).reshape(scores.shape)
     return carried._replace(
         scores=scores,
         visible=(jnp.arange(width) < visible[:, None]).reshape(scores.shape),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsflash_jax.ops.linear import Weight, linear, linear_f32
-from dsflash_jax.ops.topk import canonical
+from pallas_kernels.topk_select.xla import canonical
 
 # Measured on two CPU cores: sorting pays from about two pairs per expert; products of 128 rows run at twice the rate of
 # 64, and larger blocks gain nothing.

@@ -8,17 +8,19 @@ Inputs are rounded like a row of the window cache: E4M3 with one power of two pe
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from dsflash_jax.config import BEST_KERNELS, Kernels
 from dsflash_jax.numerics.formats import get_format
-from dsflash_jax.numerics.minifloat import E2M1, E4M3, divide_by_ue8m0, multiply_by_ue8m0, ue8m0_ceil, ue8m0_decode
+from dsflash_jax.numerics.minifloat import E2M1, E4M3, divide_by_ue8m0, multiply_by_ue8m0, ue8m0_ceil
+from pallas_kernels.packed_linear import api as op
 
 BLOCK = 32  # inputs that share a scale; of "fp8" weights also outputs
 KINDS = ("fp8", "fp4")
-_INPUTS, _FP4_ROWS = get_format("mxfp8"), get_format("mxfp4")
+_FP4_ROWS = get_format("mxfp4")
 # The smallest amax that a tile's scale is made for: a tile of zeros then has a normal float32 as its scale.
 _LEAST_AMAX = 1e-30
 
@@ -26,11 +28,12 @@ _LEAST_AMAX = 1e-30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """A weight [..., out, in] as released: uint8 codes, uint8 scales, and the kind (module text)."""
+    """A weight [..., out, in] as released: uint8 codes, uint8 scales, the kind (module text)."""
 
     codes: jax.Array
     scale: jax.Array
     kind: str = dataclasses.field(metadata=dict(static=True))
+    kernels: Kernels = dataclasses.field(default=BEST_KERNELS, metadata=dict(static=True))  # that products with it call
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,27 +76,10 @@ def unpack_weight(weight: PackedWeight) -> jax.Array:
 
 
 def packed_linear(x: jax.Array, weight: PackedWeight) -> jax.Array:
-    """x [..., in] times a packed weight [out, in] -> float32[..., out].
-
-    x is rounded to E4M3 per 32 values. Products of one block of 32 inputs are summed in float32, scaled, and added in
-    the order of the blocks. x's scale is a power of two, so it may as well be multiplied in before the sum. Only one
-    block of the weight is unpacked at a time.
-    """
-    out_width, in_width = weight.shape
-    rounded = _INPUTS.fake_quant(x).astype(jnp.float32)
-    scale = ue8m0_decode(_scale_per_output(weight).astype(jnp.uint32))
-    step = weight.codes.shape[-1] * BLOCK // in_width
-
-    def add_block(k: jax.Array, total: jax.Array) -> jax.Array:
-        codes = lax.dynamic_slice_in_dim(weight.codes, k * step, step, axis=1)
-        inputs = lax.dynamic_slice_in_dim(rounded, k * BLOCK, BLOCK, axis=x.ndim - 1)
-        sums = lax.dot_general(
-            inputs, _values(codes, weight.kind), (((x.ndim - 1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return total + sums * scale[:, k]
-
-    return lax.fori_loop(0, in_width // BLOCK, add_block, jnp.zeros((*x.shape[:-1], out_width), jnp.float32))
+    """x [..., in] times a packed weight [out, in] -> float32[..., out], by the op of that name."""
+    run = functools.partial(op.packed_linear, kind=weight.kind, **weight.kernels.options)
+    out = run(x.reshape(-1, x.shape[-1]), weight.codes, weight.scale)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _scale_per_output(weight: PackedWeight) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Deterministic top-k selection."""
+"""Deterministic top-k selection as a mask; lists are those of `pallas_kernels.topk_select`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.topk_select.api import topk_select
+from pallas_kernels.topk_select.xla import canonical
+
 _WORD, _SIGN = 32, -(2**31)
 
 
-def canonical(scores: jax.Array) -> jax.Array:
-    """+0 for both zeros and -inf for NaN: `lax.top_k` ranks +0 over -0, and NaN by its sign bit."""
-    return jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0.0, scores))
-
-
-def select_topk(scores: jax.Array, k: int) -> jax.Array:
-    """Indices of the k best scores of the last axis, ascending, padded with -1: [..., E] -> int32[..., k].
-
-    Equal scores: the lowest index wins. -inf and NaN are never selected. k may exceed E.
-    """
-    width = scores.shape[-1]
-    values, index = lax.top_k(canonical(scores), min(k, width))
-    index = jnp.sort(jnp.where(values > -jnp.inf, index, width), axis=-1)
-    index = jnp.where(index < width, index, -1)
-    if k > width:
-        index = jnp.pad(index, [(0, 0)] * (index.ndim - 1) + [(0, k - width)], constant_values=-1)
-    return index
-
-
 def listed(mask: jax.Array, k: int) -> jax.Array:
-    """The set positions of a mask [..., E] with at most k of them, as `select_topk` lists them: int32[..., k]."""
-    return select_topk(jnp.where(mask, 0.0, -jnp.inf), k)
+    """The set positions of a mask [T, E] with at most k of them, ascending, -1 = none: int32[T, k]."""
+    return topk_select(jnp.where(mask, 0.0, -jnp.inf), k, implementation="xla")
 
 
 def topk_mask(scores: jax.Array, k: int) -> jax.Array:
-    """bool[..., E]: what `select_topk` selects, as a mask.
+    """bool[..., E]: what `topk_select` selects, as a mask.
 
     A score that exactly k scores reach is found bit by bit, by counting those that reach a candidate. Counting is a
     plain pass over the rows: on a CPU a mask takes a third to a tenth of the time of a list, which needs a sort.

@@ -17,13 +17,13 @@ import numpy as np
 
 from dsflash_jax import steps
 from dsflash_jax.numerics.formats import get_format
-from dsflash_jax.ops.indexer import index_scores
 from dsflash_jax.ops.linear import linear_f32
 from dsflash_jax.ops.norms import rms_norm
 from dsflash_jax.ops.rope import apply_rope
 from dsflash_jax.parity.golden import Trace
 from dsflash_jax.parity.verdicts import FLOAT_ATOL, bf16_ulp, differences
 from dsflash_jax.roles import kv_owners, layer_roles
+from pallas_kernels.indexer_scores.xla import scores_of
 
 # In units of the value's FP4 group scale, or of its own last place in bfloat16: some hundred times the float32
 # rounding of the sums in question.
@@ -65,7 +65,7 @@ def _explained(
         """Numbers of the variants whose scores against `keys` are the wanted row."""
         found = set()
         for number, (query, weights) in enumerate(variants):
-            scores = np.asarray(index_scores(query[None], weights[None], keys, trace.cfg.score_dtype))[0]
+            scores = np.asarray(scores_of(query[None], weights[None], keys, trace.cfg.score_dtype))[0]
             if np.all(differences(wanted, np.where(np.isfinite(wanted), scores, wanted)) <= limit):
                 found.add(number)
         return found

@@ -7,6 +7,7 @@ An array counts as consumed when a rule compares it or takes it as input; any ot
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -19,12 +20,11 @@ from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, bucket, make_step
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig, RopeScaling
-from dsflash_jax.modules.dspark import window_positions
+from dsflash_jax.modules.dspark import float_rows, window_positions
 from dsflash_jax.numerics import minifloat
 from dsflash_jax.numerics.formats import get_format
 from dsflash_jax.ops import compressor, hyper_connections, indexer, moe, norms, packed, rope
 from dsflash_jax.ops.linear import linear, linear_f32
-from dsflash_jax.ops.sparse_attention import TableSource, sparse_attention
 from dsflash_jax.parity.rules import differing_rows, ring_positions
 from dsflash_jax.parity.units_engram import (
     RELEASED_COMPRESSED,
@@ -42,6 +42,11 @@ from dsflash_jax.parity.verdicts import (
 )
 from dsflash_jax.parity.verdicts import within_atol as _within_atol
 from dsflash_jax.types import DraftStep
+from pallas_kernels.candidate_select.api import candidate_select
+from pallas_kernels.compress_pool.xla import pool
+from pallas_kernels.indexer_scores.xla import block_maxima
+from pallas_kernels.sparse_mla.api import sparse_mla
+from pallas_kernels.sparse_mla.row_set import RowSet
 
 # Parts of the released model that this package does not build yet: file -> key prefix -> name.
 UNBUILT = {
@@ -150,12 +155,11 @@ def _sparse_attention(unit: Unit) -> None:
     for match in unit.names(r"sparse_attn/(f32|bf16)/o"):
         q, kv, index = (unit[f"sparse_attn/{name}"] for name in ("q", "kv", "idx"))
         batch, rows = index.shape[:2]
-        source = TableSource(jnp.asarray(kv), jnp.asarray(index.reshape(batch * rows, -1)))
+        keys = dataclasses.replace(float_rows(jnp.asarray(kv)), seq=jnp.repeat(jnp.arange(batch), rows))
+        row_set = RowSet(keys, jnp.asarray(index.reshape(batch * rows, -1)))
         x = jnp.asarray(q.reshape(batch * rows, *q.shape[2:]), jnp.bfloat16 if match[1] == "bf16" else jnp.float32)
-        each = jnp.arange(batch * rows)
-        tiles = (each.reshape(batch, rows), jnp.arange(batch), each)  # one tile per sequence
         sink, scale = jnp.asarray(unit["sparse_attn/sink"]), float(unit["sparse_attn/scale"])
-        out = sparse_attention(x, [source], sink, tiles, scale=scale, scratch_bytes=2**24)
+        out = sparse_mla(x, [row_set], sink, scale=scale)
         (unit.ulp if match[1] == "bf16" else unit.close)(match[0], out.reshape(q.shape))
 
 
@@ -190,7 +194,8 @@ def _candidates(unit: Unit) -> None:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _candidate_mask(scores: jax.Array, visible: jax.Array, size: int, blocks: int) -> jax.Array:
-    return indexer.block_mask(indexer.candidate_blocks(scores, visible, size, blocks), scores.shape[-1], size)
+    chosen = candidate_select(block_maxima(scores, size), visible, block_size=size, topk_blocks=blocks)
+    return indexer.block_mask(chosen, scores.shape[-1], size)
 
 
 def _rope(unit: Unit) -> None:
@@ -297,7 +302,7 @@ def _compressor(unit: Unit) -> None:
             latent = linear(groups[:, :, 0], wkv)
         else:
             gate = linear_f32(groups, jnp.asarray(unit[at + "w/wgate.weight"]))
-            latent = compressor.pool(linear_f32(groups, wkv), gate).astype(x.dtype)
+            latent = pool(linear_f32(groups, wkv), gate).astype(x.dtype)
         latent = norms.rms_norm(latent, weight, NORM_EPS)
         complete = np.asarray(compressor.visible_entries(np.arange(x.shape[1]), ratio))
         unit.close(match[0], latent[:, : complete[prompt - 1]])

@@ -24,8 +24,7 @@ def compress_pool(
     row, seq, position = members(step, done, ratio)
     before = seq * history + jnp.clip(position - (step.start[seq] - history), 0, history - 1)
     values, gate = jnp.split(table[jnp.where(row >= 0, first_fresh + row, before)], 2, axis=-1)
-    pooled = jnp.sum(jax.nn.softmax(gate, axis=1) * values, axis=1)
-    pooled = jnp.where((done >= 0)[:, None], pooled, 0.0)
+    pooled = jnp.where((done >= 0)[:, None], pool(values, gate), 0.0)
     keep = (step.positions >= 0) & (step.positions >= step.length[step.row_to_seq] - places)
     slot = step.slot[step.row_to_seq]
     slot = jnp.where(keep & (slot >= 0), slot, kept.shape[0])
@@ -34,3 +33,8 @@ def compress_pool(
     fresh = table[jnp.where(keep, first_fresh + jnp.arange(rows.shape[0]), 0)]
     kept = kept.at[slot, part, jnp.maximum(step.positions, 0) % places].set(fresh, mode="drop")
     return pooled, kept[:, 0] if owner is None else kept
+
+
+def pool(values: jax.Array, gate: jax.Array) -> jax.Array:
+    """Per-channel softmax of `gate` over the group axis, weighting `values`: float32[..., m, D] twice -> [..., D]."""
+    return jnp.sum(jax.nn.softmax(gate, axis=-2) * values, axis=-2)

@@ -103,10 +103,15 @@ def read_keys(keys: PagedRows, page: jax.Array, column: jax.Array, count: int) -
 def _wanted(scores: jax.Array, block_size: int, blocks_only: bool) -> tuple[jax.Array, ...]:
     if not block_size:
         return (scores,)
+    best = block_maxima(scores, block_size)
+    return (best,) if blocks_only else (scores, best)
+
+
+def block_maxima(scores: jax.Array, block_size: int) -> jax.Array:
+    """Maxima of masked scores [B, E] over aligned blocks, NaN counting as -inf: float32[B, ceil(E / block_size)]."""
     padded = jnp.pad(scores, ((0, 0), (0, -scores.shape[1] % block_size)), constant_values=-jnp.inf)
     ranked = jnp.where(jnp.isnan(padded), -jnp.inf, padded)
-    best = jnp.max(ranked.reshape(scores.shape[0], -1, block_size), axis=-1)
-    return (best,) if blocks_only else (scores, best)
+    return jnp.max(ranked.reshape(scores.shape[0], -1, block_size), axis=-1)
 
 
 def scores_of(q: jax.Array, weights: jax.Array, keys: jax.Array, score_dtype: str) -> jax.Array:

@@ -88,7 +88,9 @@ def _backward(options: _Options, saved, grad):
         q, row_sets, sink, tiles, grad, scale=options.scale, scratch_bytes=options.scratch_bytes
     )
     dsets = tuple(
-        dataclasses.replace(s, rows=dataclasses.replace(s.rows, arena=d, table=None, seq=None), index=None)
+        dataclasses.replace(
+            s, rows=dataclasses.replace(s.rows, arena=d, table=None, seq=None), index=None, selected=None
+        )
         for s, d in zip(row_sets, darenas, strict=True)
     )
     return dq, dsets, dsink, None
@@ -114,6 +116,10 @@ def _check(q, row_sets: tuple[RowSet, ...], sink, tiles: Tiles | None, scratch_b
         if index.dtype != jnp.int32 or index.ndim != 2 or index.shape[0] != queries or index.shape[1] < 1:
             got = f"{index.dtype}{list(index.shape)}"
             raise ValueError(f"{OP}: {name}.index must be int32[{queries}, K] with K >= 1, got {got}.")
+        mask, wanted = row_set.selected, (queries, row_set.rows.rows_per_seq)
+        if mask is not None and (mask.dtype != jnp.bool_ or mask.shape != wanted):
+            got = f"{mask.dtype}{list(mask.shape)}"
+            raise ValueError(f"{OP}: {name}.selected must be bool{list(wanted)}, got {got}.")
     if tiles is not None and (tiles[0].ndim != 2 or tiles[2].shape != (queries,)):
         shapes = f"{list(tiles[0].shape)} and {list(tiles[2].shape)}"
         raise ValueError(

@@ -12,7 +12,8 @@ from pallas_kernels.common.gather import read_rows, read_tables
 from pallas_kernels.sparse_mla.row_set import RowSet
 
 # Measured on two CPU cores with 8 to 64 heads and 512 picks of 1,024 to 4,096 rows: a key of a dense product costs what
-# a picked one does, whose few queries stay in the cache. So dense only where the list is as long as the table.
+# a picked one does, whose few queries stay in the cache, and a mask must be made of the lists. So without a given mask
+# dense only where the list is as long as the table.
 DENSE_TILE_ROWS, DENSE_KEYS_PER_PICK = 16, 1
 
 
@@ -73,18 +74,28 @@ class MaskedTable(Table):
     size: int
 
     def gather(self, queries: jax.Array) -> Keys:
-        """Keys float32[size, D] shared by the tile, count float32[B, size]."""
-        paged, index = self.rows.rows, self.rows.index[queries]
+        """Keys float32[size, D] shared by the tile, count [B, size]."""
+        paged = self.rows.rows
         seq, row = paged.seq[queries[0]], jnp.arange(self.size)
         page, column = paged.address(row, seq)
-        line = jnp.arange(queries.shape[0])[:, None]
+        count = self._count(queries) & (page >= 0) if self.given else jnp.where(page >= 0, self._count(queries), 0.0)
+        # Rows that nobody lists may hold any bytes; 0 * NaN would poison the product.
+        seen = jnp.any(count.astype(bool), axis=0)
+        return Keys(jnp.where(seen[:, None], self.table_SxNxD[seq, : self.size], 0.0), count, page, column)
+
+    @property
+    def given(self) -> bool:
+        """Whether the caller gave the mask; else it is made from the lists."""
+        return self.rows.selected is not None
+
+    def _count(self, queries: jax.Array) -> jax.Array:
+        """[B, size]: bool from the mask, float32 from lists, which may repeat a row."""
+        if self.given:
+            return self.rows.selected[queries, : self.size]
+        index, line = self.rows.index[queries], jnp.arange(queries.shape[0])[:, None]
         # A negative index would wrap to the last row even with mode="drop"; one past the end is dropped.
         target = jnp.where(index < 0, self.size, index)
-        count = jnp.zeros((queries.shape[0], self.size), jnp.float32).at[line, target].add(1.0, mode="drop")
-        count = jnp.where(page >= 0, count, 0.0)
-        # Rows that nobody lists may hold any bytes; 0 * NaN would poison the product.
-        seen = jnp.any(count > 0, axis=0)
-        return Keys(jnp.where(seen[:, None], self.table_SxNxD[seq, : self.size], 0.0), count, page, column)
+        return jnp.zeros((queries.shape[0], self.size), jnp.float32).at[line, target].add(1.0, mode="drop")
 
     def keys(self, tile: int) -> tuple[int, bool]:
         """As `Picked.keys`."""
@@ -92,7 +103,10 @@ class MaskedTable(Table):
 
     def needed(self, queries: jax.Array) -> jax.Array:
         """Rows from the start of the table that the tile reads, int32[]."""
-        return jnp.max(self.rows.index[queries]) + 1
+        if not self.given:
+            return jnp.max(self.rows.index[queries]) + 1
+        used = jnp.any(self.rows.selected[queries], axis=0)
+        return jnp.max(jnp.where(used, jnp.arange(used.shape[0]) + 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +134,21 @@ class Band:
 Source = Picked | Table | MaskedTable | Band
 
 
+def unpacks_table(picks: int, rows: int, width: int, scratch_bytes: int) -> bool:
+    """Whether all `rows` that the tables of a call address are unpacked once, not each of `picks` listed ones."""
+    return picks >= rows and 4 * rows * width <= scratch_bytes
+
+
 def choose(row_set: RowSet, tile: int, shared: bool, scratch_bytes: int) -> Source:
     """The least work for tiles of that many queries; shared: the queries of a tile are of one sequence."""
     if row_set.run and shared:
         return Band(row_set)
     paged, (queries, picks) = row_set.rows, row_set.index.shape
     seqs, entries = paged.table.shape[0], paged.rows_per_seq
-    table_bytes = 4 * seqs * entries * paged.layout.width
-    if queries * picks < seqs * entries or table_bytes > scratch_bytes:
+    if not unpacks_table(queries * picks, seqs * entries, paged.layout.width, scratch_bytes):
         return Picked(row_set)
     table = read_tables(paged)
-    if shared and tile >= DENSE_TILE_ROWS and entries <= DENSE_KEYS_PER_PICK * picks:
+    dense = row_set.selected is not None or entries <= DENSE_KEYS_PER_PICK * picks
+    if dense and shared and tile >= DENSE_TILE_ROWS:
         return MaskedTable(row_set, table, entries)
     return Table(row_set, table)

@@ -53,7 +53,7 @@ def sparse_mla(
 def make_plan(q: jax.Array, row_sets: Sequence[RowSet], tiles: Tiles | None, scratch_bytes: int) -> Plan:
     """Cuts the tiles further where gathered keys and logits would exceed `scratch_bytes`; at least one query each."""
     shared = tiles is not None or all(s.rows.table.shape[0] == 1 for s in row_sets)
-    rows, place = (tiles[0], tiles[2]) if tiles is not None else _whole(q.shape[0], TILE if shared else 1)
+    rows, place = (tiles[0], tiles[2]) if tiles is not None else _whole(q.shape[0], TILE)
     width = rows.shape[1]
     sources = [choose(row_set, width, shared, scratch_bytes) for row_set in row_sets]
     if any(per_query for _, per_query in (source.keys(width) for source in sources)):

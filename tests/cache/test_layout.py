@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsflash_jax.cache.addressing import entry_address, member_address, unpack_member
+from dsflash_jax.cache.addressing import paged_rows
 from dsflash_jax.cache.layout import cache_layout, pages_for, ring_rows, state_rows
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.numerics.format_table import FORMAT_NAMES
+from pallas_kernels.common.gather import read_tables
 
 RNG = np.random.default_rng(0)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -107,23 +108,21 @@ def test_ring_keeps_the_window_and_a_rejected_block():
 
 def test_address_goes_through_the_block_table():
     member = cache_layout(TINY).member(2, "index")  # 4 rows of 17 B per page
-    tables = np.array([[1, 5, 6], [7, 3, -1]])
-    entries = np.array([0, 3, 4, 7, 8, 12, -1])
-    page, offset = entry_address(member, jnp.asarray(tables), 1, entries)
-    assert page.tolist() == [7, 7, 3, 3, -1, -1, -1]
-    assert (offset[:4] - member.offset).tolist() == [0, 51, 0, 51]
-    each, _ = entry_address(member, jnp.asarray(tables), np.array([[0], [1]]), entries)
-    assert each.tolist() == [[1, 1, 5, 5, 6, -1, -1], page.tolist()]
+    tables = np.array([[1, 5, 6], [7, 3, -1]], np.int32)
+    entries = np.array([[0, 3, 4, 7, 8, 12, -1]] * 2, np.int32)
+    arena = jnp.zeros((8, cache_layout(TINY).page_bytes), jnp.uint8)
+    page, offset = paged_rows(member, arena, jnp.asarray(tables), np.array([0, 1], np.int32)).address(entries)
+    assert page.tolist() == [[1, 1, 5, 5, 6, -1, -1], [7, 7, 3, 3, -1, -1, -1]]
+    assert (offset[1, :4] - member.offset).tolist() == [0, 51, 0, 51]
 
 
 def test_ring_rows_of_consecutive_positions_tile_the_layers_rows():
     member = cache_layout(TINY).ring[3]  # 10 rows of 33 B
     rows, end = member.rows_per_page, member.offset + member.nbytes
-    offsets = [member.ring_address(2, position)[1] for position in range(25, 25 + rows)]
+    offsets = [member.row_offset(member.ring_row(position)) for position in range(25, 25 + rows)]
     assert sorted(offsets) == list(range(member.offset, end, member.row_bytes))
-    assert member.ring_address(2, 25) == member.ring_address(2, 25 + rows) == (2, member.offset + 5 * 33)
-    slots, places = member.ring_address(np.array([0, 1]), np.array([9, 10]))
-    assert (slots.tolist(), (places - member.offset).tolist()) == ([0, 1], [9 * 33, 0])
+    assert member.ring_row(25) == member.ring_row(25 + rows) == 5
+    assert member.ring_row(np.array([9, 10])).tolist() == [9, 0]
 
 
 def test_state_rows_follow_the_position():
@@ -140,13 +139,10 @@ def test_a_whole_member_is_its_rows_in_order_of_page_and_row():
     for page, row in np.ndindex(packed.shape[:2]):
         start = member.row_offset(row)
         pages[page, start : start + member.row_bytes] = packed[page, row]
-    table = jnp.array([2, 0])
-    page, offset, nbytes = member_address(member, table)
-    stored = np.stack([pages[p, o : o + nbytes] for p, o in zip(page.tolist(), offset.tolist(), strict=True)])
-    rows = jax.jit(lambda stored: unpack_member(member, stored))(stored)
-    expected = jax.jit(member.format.fake_quant)(values)[table].reshape(-1, member.width)
+    table = jnp.array([[2, 0]], jnp.int32)
+    rows = jax.jit(lambda pages: read_tables(paged_rows(member, pages, table, table[0])))(pages)
+    expected = jax.jit(member.format.fake_quant)(values)[table].reshape(1, -1, member.width)
     np.testing.assert_array_equal(rows, expected)
-
 
 @pytest.mark.parametrize("cfg", [RELEASED, TINY], ids=["released", "tiny"])
 def test_pages_for_counts_started_pages(cfg):

@@ -152,13 +152,13 @@ def unrounded(cfg, params, run, kind: str, layer: int) -> np.ndarray:
     cos, sin = (np.asarray(params["freqs"][role.rope][part]) for part in ("cos", "sin"))
     x = run.stack(layer, "attn_in")
     if kind == "window":
-        return np.asarray(jax.jit(attn.window_latent)(x, (cos[: len(x)], sin[: len(x)])))
+        latents = np.asarray(jax.jit(attn.window_latent)(x))
+        return np.stack([rotate(row, cos[t], sin[t]) for t, row in enumerate(latents)])
     first = np.arange(0, len(x) - len(x) % role.ratio, role.ratio)
     kv = np.asarray(attn.compressor.wkv.f32(x))
     if role.ratio > 1:
         gate = np.asarray(attn.compressor.wgate.f32(x))
         kv = np.stack([pool_group(kv[f : f + role.ratio], gate[f : f + role.ratio]) for f in first])
     latent = attn.compressor.norm(kv)
-    if kind == "index":
-        return np.asarray(jax.jit(attn.indexer.key)(latent, (cos[first], sin[first])))
-    return np.stack([rotate(row, cos[f], sin[f]) for row, f in zip(np.asarray(latent), first, strict=True)])
+    rows = np.asarray(jax.jit(attn.indexer.key)(latent) if kind == "index" else latent)
+    return np.stack([rotate(row, cos[f], sin[f]) for row, f in zip(rows, first, strict=True)])

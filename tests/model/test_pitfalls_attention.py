@@ -14,10 +14,10 @@ from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.layer import StepContext, attention_step
 from dsflash_jax.modules.step_index import make_tiles
-from dsflash_jax.ops.rows import write_bytes
 from dsflash_jax.roles import layer_roles
 from dsflash_jax.types import Published
 from dsflash_jax.weights.names import to_released
+from pallas_kernels.kv_insert.api import kv_insert
 from tests.model import running
 from tests.model.comparing import assert_close_logits, assert_same_discrete, assert_same_run
 from tests.model.running import PAGES, Session, run_chunks
@@ -180,7 +180,7 @@ def attention_of(layer, params, x, positions_from=0, compiled=True):
     chunk = dataclasses.replace(session.chunk(0, [0] * len(x)), start=positions_from, replay_start=positions_from)
     step = make_step([chunk], cfg, rows=len(x), seqs=1, pages=PAGES)
     model = steps.bind(params, cfg)
-    context = StepContext(jax.tree.map(jnp.asarray, step), make_tiles(step, 1), model.freqs.by_name())
+    context = StepContext(jax.tree.map(jnp.asarray, step), make_tiles(step, 1), model.freqs.by_name(), in_ring=False)
     cache = ModelCache.empty(cfg, 64, 4)
     attn = model.layers[0].attn
     run = lambda x, context, cache: attention_step(attn, x, context, cache, Published(None, None))[0]  # noqa: E731
@@ -213,11 +213,12 @@ def test_a_long_chunk_writes_each_ring_row_once(window_layer, monkeypatch):
     cfg, params, layer = window_layer
     targets = []
 
-    def recording(arena, page, offset, rows):
-        targets.append([(p, o) for p, o in zip(page.tolist(), offset.tolist(), strict=True) if p >= 0])
-        return write_bytes(arena, page, offset, rows)
+    def recording(arenas, inserts, **options):
+        page, offset = (x.tolist() for x in inserts[0].address(arenas[0]))
+        targets.append([(p, o) for p, o in zip(page, offset, strict=True) if p >= 0])
+        return kv_insert(arenas, inserts, **options)
 
-    monkeypatch.setattr("dsflash_jax.modules.layer.write_bytes", recording)
+    monkeypatch.setattr("dsflash_jax.modules.window.kv_insert", recording)
     attention_of(layer, params, np.ones((16, cfg.hidden_size), np.float32), compiled=False)
     assert len(targets) == 1 and len(targets[0]) == len(set(targets[0])) == cache_layout(cfg).ring_rows
 

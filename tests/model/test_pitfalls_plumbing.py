@@ -10,7 +10,7 @@ import pytest
 from dsflash_jax import steps
 from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.accounting import sequence_bytes
-from dsflash_jax.cache.addressing import entry_address
+from dsflash_jax.cache.addressing import paged_rows
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.cache.model_cache import ModelCache
 from dsflash_jax.config import ModelConfig
@@ -99,7 +99,9 @@ def test_no_two_rows_of_a_step_share_an_address():
         rows = completing_rows(step, member.tokens_per_row)
         live = np.asarray(rows)[np.asarray(rows) >= 0]
         entry = step.positions[live] // member.tokens_per_row
-        page, offset = entry_address(member, step.block_tables[GLOBAL_GROUP], step.row_to_seq[live], entry)
+        seq = step.row_to_seq[live]
+        arena = np.zeros((1, cache_layout(CFG).page_bytes), np.uint8)
+        page, offset = paged_rows(member, arena, step.block_tables[GLOBAL_GROUP], seq).address(entry, seq)
         targets = list(zip(np.asarray(page).tolist(), np.asarray(offset).tolist(), strict=True))
         assert len(targets) == len(set(targets)) and min(p for p, _ in targets) >= 0
         ratio = member.tokens_per_row
@@ -118,11 +120,16 @@ def test_padding_rows_leave_the_last_page_and_slot_alone():
 def test_page_numbers_and_offsets_fit_32_bits_at_the_released_size():
     """B35: an arena of 40,000 pages holds 4.5e9 bytes; page and offset stay apart, each far below 2^31."""
     member = cache_layout(RELEASED).members[-1]
+    arena, seq = np.zeros((1, 1), np.uint8), np.zeros(1, np.int32)
+
+    def address(table, entry):
+        return paged_rows(member, arena, table, seq).address(entry)
+
     table = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
     entry = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    page, offset = jax.eval_shape(lambda *arrays: entry_address(member, arrays[0], 0, arrays[1]), table, entry)
+    page, offset = jax.eval_shape(address, table, entry)
     assert page.dtype == offset.dtype == jnp.int32
-    last = entry_address(member, jnp.arange(8192)[None], 0, jnp.array([[2**20 - 1]]))
+    last = address(jnp.arange(8192)[None], jnp.array([[2**20 - 1]]))
     assert [int(v[0, 0]) for v in last] == [8191, member.offset + 127 * member.row_bytes]
     assert 40_000 * cache_layout(RELEASED).page_bytes > 2**31 > cache_layout(RELEASED).page_bytes
 

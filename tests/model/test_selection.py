@@ -8,7 +8,8 @@ import pytest
 
 from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.layout import cache_layout
-from dsflash_jax.modules.selection import Query, select
+from dsflash_jax.modules.select_forms import Query
+from dsflash_jax.modules.selection import select
 from dsflash_jax.modules.step_index import make_tiles
 from dsflash_jax.roles import layer_roles
 from dsflash_jax.types import Published

@@ -162,7 +162,7 @@ def test_a_cache_of_another_configuration_is_refused(changes, message):
 def test_verifying_more_rows_than_can_be_rolled_back_is_refused_and_the_cache_stays():
     params, cache = running.parameters(CFG), ModelCache.empty(CFG, 64, 4)
     step = make_step([Chunk(2, [1] * 7, 0, [0]), Chunk(1, [1] * 2, 0, [1])], CFG, rows=18, seqs=2, pages=running.PAGES)
-    with pytest.raises(ValueError, match=r"slot 2: 7 rows to verify exceed num_draft_tokens \+ 1 = 6, which ring"):
+    with pytest.raises(ValueError, match=r"slot 2: 7 rows exceed num_draft_tokens \+ 1 = 6, which ring"):
         steps.verify(params, cache, step, CFG)
     assert not cache.pages.is_deleted()
 

@@ -5,13 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsflash_jax.ops.compressor import pool, visible_entries
-from dsflash_jax.ops.indexer import block_entries, block_mask, candidate_blocks, index_scores, mask_invisible
-from dsflash_jax.ops.topk import select_topk, topk_mask
+from dsflash_jax.ops.compressor import visible_entries
+from dsflash_jax.ops.indexer import block_entries, block_mask, mask_invisible
+from dsflash_jax.ops.topk import listed, topk_mask
+from pallas_kernels.candidate_select.api import candidate_select
+from pallas_kernels.compress_pool.xla import pool
+from pallas_kernels.indexer_scores.xla import block_maxima
+from pallas_kernels.indexer_scores.xla import scores_of as index_scores
+from pallas_kernels.topk_select.xla import topk_select as select_topk
 from tests.oracles import compressor as compressor_oracle
 from tests.oracles import indexer as oracle
 
 pytestmark = pytest.mark.smoke
+
+
+def candidate_blocks(scores, visible, size, count):
+    """Candidate blocks of masked scores as the model chooses them."""
+    visible = jnp.asarray(visible, jnp.int32)
+    maxima = block_maxima(scores, size)
+    return candidate_select(maxima, visible, block_size=size, topk_blocks=count, implementation="xla")
+
+
 RNG = np.random.default_rng(1)
 # Values that meet each other: exact ties, both zeros, both infinities, both NaNs.
 AWKWARD = [0.0, -0.0, 1.0, 1.0, 2.0, -1.0, 1e-30, -np.inf, np.inf, np.nan, float(np.copysign(np.nan, -1.0))]
@@ -89,6 +103,7 @@ def test_topk(k):
     mask = np.asarray(MASK(scores, k))
     for row, picked in zip(mask, ours, strict=True):
         assert np.flatnonzero(row).tolist() == picked[picked >= 0].tolist()
+    assert np.asarray(listed(mask, k)).tolist() == ours.tolist()
 
 
 TOPK = jax.jit(select_topk, static_argnums=1)
@@ -97,7 +112,7 @@ MASK = jax.jit(topk_mask, static_argnums=1)
 
 def test_ties_zeros_and_nan_by_hand():
     """B32, B33, B34, B41 as numbers."""
-    pick = lambda row, k: np.asarray(select_topk(np.array(row, np.float32), k)).tolist()  # noqa: E731
+    pick = lambda row, k: np.asarray(select_topk(np.array([row], np.float32), k))[0].tolist()  # noqa: E731
     assert pick([1, 2, 2, 2, 1], 2) == [1, 2]
     assert pick([-0.0, -0.0, 0.0, -1.0, 0.0], 2) == [0, 1]
     assert pick([1.0, np.nan, 3.0, 2.0], 2) == [2, 3]

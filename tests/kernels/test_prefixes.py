@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dsflash_jax.ops.prefixes import prefix_sizes, run_prefix
+from pallas_kernels.common.prefixes import prefix_sizes, run_prefix
 
 
 @pytest.mark.parametrize(

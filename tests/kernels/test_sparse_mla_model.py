@@ -1,4 +1,4 @@
-"""Sparse attention over every kind of source against the loop oracle."""
+"""`sparse_mla` on float32 rows as a model calls it: every way of reading keys, many sequences, any budget."""
 
 import functools
 
@@ -8,23 +8,21 @@ import numpy as np
 import pytest
 
 from dsflash_jax.numerics.formats import get_format
-from dsflash_jax.ops.rows import read_rows, write_bytes
-from dsflash_jax.ops.sparse_attention import (
-    BandSource,
-    MaskedTableSource,
-    RowSource,
-    TableSource,
-    attend,
-    sink_softmax,
-    sparse_attention,
-)
+from pallas_kernels.common.formats import PagedRows, RowLayout
+from pallas_kernels.common.gather import read_rows
+from pallas_kernels.kv_insert.api import kv_insert
+from pallas_kernels.kv_insert.insert import Insert
+from pallas_kernels.sparse_mla import sources
+from pallas_kernels.sparse_mla.api import sparse_mla
+from pallas_kernels.sparse_mla.attention import attend, sink_softmax
+from pallas_kernels.sparse_mla.row_set import RowSet
 from tests.oracles.attention import sparse_attention as oracle
 from tests.oracles.attention import window_positions
 from tests.oracles.quant import unpack_row
 
 pytestmark = pytest.mark.smoke
 RNG = np.random.default_rng(2)
-FP32 = get_format("fp32")
+WAYS = ("Picked", "Table", "MaskedTable")
 ATOL = 2e-6
 
 
@@ -42,9 +40,10 @@ def tiles_of(sizes, width):
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "scratch"))
-def attention(q, sources, sink, tiles, scale=0.3, scratch=2**20):
+def attention(q, row_sets, sink, tiles, scale=0.3, scratch=2**20):
     """The public function under jit, as the model calls it."""
-    return sparse_attention(q, sources, sink, tiles, scale=scale, scratch_bytes=scratch)
+    options = {"scale": scale, "scratch_bytes": scratch, "implementation": "xla"}
+    return sparse_mla(jnp.asarray(q), row_sets, jnp.asarray(sink), tiles=tiles, **options)
 
 
 def normal(*shape):
@@ -63,51 +62,87 @@ def picks(count, k, rows):
     return index
 
 
-def arena_of(table, page_rows, margin):
-    """Rows of float32 packed into shuffled pages with garbage around them: (arena, page [N], offset [N])."""
-    n, nbytes = len(table), FP32.row_bytes(table.shape[1])
+def listed(tables, index, owner=0, selected=None, run=False):
+    """The rows `index` of float32 tables [S, N, D] (or [N, D]), one page each; owner: sequence of the queries."""
+    tables = np.asarray(tables)
+    tables = tables[None] if tables.ndim == 2 else tables
+    seqs, count, width = tables.shape
+    pages, owner = np.arange(seqs, dtype=np.int32)[:, None], np.broadcast_to(np.int32(owner), len(index))
+    rows = PagedRows(tables.reshape(seqs, -1), pages, owner, RowLayout("fp32", width, 0, count))
+    return RowSet(rows, np.asarray(index, np.int32), selected, run)
+
+
+def paged(table, index, page_rows, margin):
+    """The same of one sequence, packed into shuffled pages of bytes with garbage around them."""
+    n, nbytes = len(table), 4 * table.shape[1]
     pages = -(-n // page_rows)
     order = RNG.permutation(pages + 2)[:pages].astype(np.int32)
-    page, offset = order[np.arange(n) // page_rows], (margin + np.arange(n) % page_rows * nbytes).astype(np.int32)
     arena = np.full((pages + 2, margin + page_rows * nbytes + 5), 0xFF, np.uint8)
-    arena = write_bytes(jnp.asarray(arena), page, offset, FP32.pack(jnp.asarray(table)))
-    return arena, page, offset
+    for row in range(n):
+        start = margin + row % page_rows * nbytes
+        arena[order[row // page_rows], start : start + nbytes] = table[row].astype("<f4").view(np.uint8)
+    layout = RowLayout("fp32", table.shape[1], margin, page_rows)
+    return RowSet(PagedRows(arena, order[None], np.zeros(len(index), np.int32), layout), np.asarray(index, np.int32))
+
+
+def band(table, window, first=0):
+    """A sliding window as a run: query t sees rows max(first, t - window + 1) .. t."""
+    position = np.arange(len(table))[:, None] - window + 1 + np.arange(window)
+    return listed(table, np.where(position >= first, position, -1), run=True)
+
+
+def mask_of(index, rows):
+    """The lists as a mask over `rows` rows."""
+    selected = np.zeros((len(index), rows), bool)
+    for row, picked in zip(selected, index, strict=True):
+        row[picked[picked >= 0]] = True
+    return selected
+
+
+def force(monkeypatch, way):
+    """Makes calls read keys in the named way where they can."""
+    monkeypatch.setattr(sources, "DENSE_TILE_ROWS", 1)
+    monkeypatch.setattr(sources, "unpacks_table", lambda *_: way != "Picked")
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("scratch", [1, 3000, 2**20])
 @pytest.mark.parametrize(("count", "k", "rows", "width"), [(1, 1, 1, 1), (7, 5, 11, 4), (5, 70, 20, 8)])
 def test_rows_picked_from_pages(count, k, rows, width, scratch):
-    """RowSource: any page order, garbage between rows, repeats count twice, -1 first or alone, any budget (B42)."""
+    """Any page order, garbage between rows, repeats count twice, -1 first or alone, any budget (B42)."""
     q, table, sink = queries(count), normal(rows, 16), normal(3)
     index = picks(count, k, rows)
-    arena, page, offset = arena_of(table, 3, 7)
-    source = RowSource(arena, np.where(index >= 0, page[index], -1), offset[index], FP32, 16)
-    ours = attention(q, [source], sink, tiles_of([count], width), scale=0.25, scratch=scratch)
+    ours = attention(q, [paged(table, index, 3, 7)], sink, tiles_of([count], width), scale=0.25, scratch=scratch)
     np.testing.assert_allclose(ours, oracle(q, table, index, sink, 0.25), rtol=0, atol=ATOL)
     assert (np.asarray(ours)[(index < 0).all(axis=1)] == 0).all()
 
 
-def masked(tables, index):
-    """A MaskedTableSource of the rows that `index` lists, -1 = none."""
-    selected = np.zeros((index.shape[0], tables.shape[1]), bool)
-    for row, picked in zip(selected, index, strict=True):
-        row[picked[picked >= 0]] = True
-    return MaskedTableSource(tables, selected, tables.shape[1])
-
-
 @pytest.mark.parametrize("scratch", [1, 2**20])
-@pytest.mark.parametrize("kind", [TableSource, MaskedTableSource])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("sizes", "k", "rows"), [((5,), 3, 9), ((4, 1, 6), 4, 40), ((9, 7), 6, 520)])
-def test_rows_picked_from_tables(sizes, k, rows, kind, scratch):
+def test_rows_of_many_sequences(sizes, k, rows, way, scratch, monkeypatch):
     """One table per sequence. 520 rows take the masked form's prefixes: the first sequence needs only the shortest."""
-    count, owner = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
+    force(monkeypatch, way)
+    count, owner = sum(sizes), np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     q, sink, tables = queries(count), normal(3), normal(len(sizes), rows, 16)
     reach = np.where((owner == 0) & (rows > 100), 100, rows)
     index = np.stack([np.sort(RNG.choice(reach[t], k, replace=False)) for t in range(count)]).astype(np.int32)
     index[1, 1:], index[2] = -1, -1
-    source = masked(tables, index) if kind is MaskedTableSource else kind(tables, index)
-    ours = attention(q, [source], sink, tiles_of(sizes, 4), scratch=scratch)
+    row_set = listed(tables, index, owner, mask_of(index, rows) if way == "MaskedTable" else None)
+    assert type(sources.choose(row_set, 4, True, scratch)).__name__ == way
+    ours = attention(q, [row_set], sink, tiles_of(sizes, 4), scratch=scratch)
     for t in range(count):
+        expected = oracle(q[t : t + 1], tables[owner[t]], index[t : t + 1], sink, 0.3)[0]
+        np.testing.assert_allclose(ours[t], expected, rtol=0, atol=ATOL)
+
+
+def test_tiles_of_mixed_sequences_where_none_are_named():
+    """Queries of three sequences in one tile: each reads its own rows, in whatever order they come."""
+    owner = np.array([2, 0, 1, 1, 0, 2, 2], np.int32)
+    q, sink, tables = queries(7), normal(3), normal(3, 9, 16)
+    index = picks(7, 4, 9)
+    ours = attention(q, [listed(tables, index, owner)], sink, None)
+    for t in range(7):
         expected = oracle(q[t : t + 1], tables[owner[t]], index[t : t + 1], sink, 0.3)[0]
         np.testing.assert_allclose(ours[t], expected, rtol=0, atol=ATOL)
 
@@ -119,50 +154,37 @@ def test_the_window_band(window, tile, scratch):
     count = 11
     q, table, sink = queries(count), normal(count, 16), normal(3)
     index = np.stack([window_positions(p, window) for p in range(count)])
-    first = np.maximum(np.arange(count) - window + 1, 0).astype(np.int32)
-    source = BandSource(table, first, np.arange(count, dtype=np.int32), window)
-    ours = attention(q, [source], sink, tiles_of([count], tile), scratch=scratch)
+    ours = attention(q, [band(table, window)], sink, tiles_of([count], tile), scratch=scratch)
     np.testing.assert_allclose(ours, oracle(q, table, index, sink, 0.3), rtol=0, atol=ATOL)
 
 
-def test_all_sources_share_one_softmax():
-    """Window, picked rows and a table together equal one list of rows; a key seen by two sources counts twice."""
+def test_both_sets_share_one_softmax():
+    """A window and picked rows together equal one list of rows; a key seen by both counts twice."""
     count, window = 6, 3
     q, sink = queries(count), normal(3)
-    near, far, table = (normal(n, 16) for n in (count, 9, 5))
-    far_index, table_index = picks(count, 4, 9), picks(count, 2, 5)
-    arena, page, offset = arena_of(far, 2, 0)
-    first = np.maximum(np.arange(count) - window + 1, 0).astype(np.int32)
-    sources = [
-        BandSource(near, first, np.arange(count, dtype=np.int32), window),
-        RowSource(arena, np.where(far_index >= 0, page[far_index], -1), offset[far_index], FP32, 16),
-        TableSource(table[None], table_index),
-    ]
-    ours = attention(q, sources, sink, tiles_of([count], 4))
+    near, far = normal(count, 16), normal(9, 16)
+    far[4] = near[2]
+    far_index = picks(count, 4, 9)
+    ours = attention(q, [band(near, window), paged(far, far_index, 2, 0)], sink, tiles_of([count], 4))
     index = [np.stack([window_positions(p, window) for p in range(count)])]
-    index += [np.where(far_index >= 0, far_index + count, -1), np.where(table_index >= 0, table_index + count + 9, -1)]
-    expected = oracle(q, np.concatenate([near, far, table]), np.concatenate(index, axis=1), sink, 0.3)
+    index += [np.where(far_index >= 0, far_index + count, -1)]
+    expected = oracle(q, np.concatenate([near, far]), np.concatenate(index, axis=1), sink, 0.3)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("kind", ["rows", "table", "masked", "band"])
-def test_garbage_in_rows_that_nobody_picks_is_not_read(kind):
+@pytest.mark.parametrize("way", [*WAYS, "Band"])
+def test_garbage_in_rows_that_nobody_picks_is_not_read(way, monkeypatch):
     """B53: rows outside the valid ones hold NaN; weights of zero do not hide it, the rows must not take part."""
+    force(monkeypatch, way)
     q, sink = queries(4), np.zeros(3, np.float32)
     table = normal(8, 16)
     table[[0, 5, 6, 7]] = np.nan
     index = np.array([[1, 2], [2, -1], [-1, -1], [3, 4]], np.int32)
-    if kind == "rows":
-        arena, page, offset = arena_of(table, 3, 0)
-        source = RowSource(arena, np.where(index >= 0, page[index], -1), offset[index], FP32, 16)
-    elif kind == "table":
-        source = TableSource(table[None], index)
-    elif kind == "masked":
-        source = masked(table[None], index)
-    else:
-        index = np.array([[1, -1], [1, 2], [2, 3], [3, 4]], np.int32)
-        source = BandSource(table, np.array([1, 1, 2, 3], np.int32), np.array([1, 2, 3, 4], np.int32), 2)
-    ours = attention(q, [source], sink, tiles_of([4], 4))
+    if way == "Band":
+        index = np.array([[-1, 1], [1, 2], [2, 3], [3, 4]], np.int32)
+    row_set = listed(table, index, selected=mask_of(index, 8) if way == "MaskedTable" else None, run=way == "Band")
+    assert type(sources.choose(row_set, 4, True, 2**20)).__name__ == way
+    ours = attention(q, [row_set], sink, tiles_of([4], 4))
     np.testing.assert_allclose(ours, oracle(q, table, index, sink, 0.3), rtol=0, atol=ATOL)
 
 
@@ -171,21 +193,20 @@ def test_a_row_with_leading_absent_keys():
     values = np.array([[2.0], [4.0]], np.float32)
     index = np.full((2, 18), -1, np.int32)
     index[0, 16:] = 0, 1
-    source = TableSource(values[None], index)
     sink = np.array([-np.inf], np.float32)
-    out = attention(np.zeros((2, 1, 1), np.float32), [source], sink, tiles_of([2], 2), scale=1.0, scratch=99)
+    out = attention(np.zeros((2, 1, 1), np.float32), [listed(values, index)], sink, tiles_of([2], 2), scale=1.0, scratch=99)
     assert np.asarray(out).ravel().tolist() == [3.0, 0.0]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("sink", "weight"), [(0, 1 / 4), (300, 0), (-np.inf, 1 / 3), (np.inf, 0), (np.log(5), 1 / 8)])
 def test_the_sink_takes_weight_and_gives_no_value(sink, weight, parts):
-    """B47: three keys of equal logits; split over 1, 2 or 3 sources the sink still counts once."""
+    """B47: three keys of equal logits; split over 1 or 2 sets the sink still counts once."""
     values = np.array([[1.0], [10.0], [100.0]], np.float32)
     cuts = np.array_split(np.arange(3), parts)
-    sources = [TableSource(values[None], np.array([cut], np.int32)) for cut in cuts]
+    sets = [listed(values, cut[None]) for cut in cuts]
     sinks = np.array([sink], np.float32)
-    out = attention(np.zeros((1, 1, 1), np.float32), sources, sinks, tiles_of([1], 1), scale=1.0)
+    out = attention(np.zeros((1, 1, 1), np.float32), sets, sinks, tiles_of([1], 1), scale=1.0)
     np.testing.assert_allclose(np.asarray(out).ravel(), [111 * weight], rtol=1e-6)
 
 
@@ -216,7 +237,7 @@ def test_large_logits_stay_finite():
     q = np.full((1, 1, 4), 1e18, np.float32)
     keys = np.array([[1e18] * 4, [-1e18] * 4, [0.0] * 4], np.float32)
     index = np.array([[0, 1, 2]], np.int32)
-    out = attention(q, [TableSource(keys[None], index)], np.zeros(1, np.float32), tiles_of([1], 1), scale=0.5)
+    out = attention(q, [listed(keys, index)], np.zeros(1, np.float32), tiles_of([1], 1), scale=0.5)
     assert np.asarray(out).ravel().tolist() == [np.float32(1e18)] * 4
 
 
@@ -225,7 +246,7 @@ def test_bfloat16_rounds_probabilities_but_not_their_sum():
     count, keys = 40, 60
     q, table = queries(count).astype(jnp.bfloat16), bf16(normal(keys, 16))
     index, tiles = np.tile(np.arange(keys, dtype=np.int32), (count, 1)), tiles_of([count], 4)
-    ours = attention(q, [TableSource(table[None], index)], np.zeros(3, np.float32), tiles, scale=0.25)
+    ours = attention(q, [listed(table, index)], np.zeros(3, np.float32), tiles, scale=0.25)
     assert ours.dtype == jnp.bfloat16
     logits = np.einsum("thd,kd->thk", np.asarray(q, np.float64), table.astype(np.float64)) * 0.25
     top = logits.max(axis=-1, keepdims=True)
@@ -249,35 +270,30 @@ def bf16(x):
 def test_rows_come_back_from_any_page_order(name):
     """B43: position-coded rows with their own scales, written and read through shuffled pages, at odd byte offsets."""
     fmt, rows, width = get_format(name), 12, 32
-    values = (np.arange(rows)[:, None] + 1) * normal(rows, width)
-    packed = np.asarray(jax.jit(fmt.pack)(jnp.asarray(values, jnp.float32)))
-    page = np.repeat([5, 0, 3], 4).astype(np.int32)
-    offset = np.tile(3 + np.arange(4) * packed.shape[1], 3).astype(np.int32)
+    values = ((np.arange(rows)[:, None] + 1) * normal(rows, width)).astype(np.float32)
+    packed = np.asarray(jax.jit(fmt.pack)(jnp.asarray(values)))
+    layout, table, seq = RowLayout(name, width, 3, 4), np.array([[5, 0, 3]], np.int32), np.zeros(rows, np.int32)
     arena = np.full((6, 3 + 4 * packed.shape[1] + 9), 0xFF, np.uint8)
-    written = write_bytes(jnp.asarray(arena), page, offset, packed)
-    shuffled = RNG.permutation(rows)
-    back = jax.jit(read_rows, static_argnums=(3, 4))(written, page[shuffled], offset[shuffled], fmt, width)
+    (written,) = kv_insert((jnp.asarray(arena),), [Insert(jnp.asarray(values), None, None, seq * 0 + np.arange(rows, dtype=np.int32), seq, table, layout)])
+    shuffled = RNG.permutation(rows).astype(np.int32)
+    page, offset = (x[:, 0] for x in PagedRows(arena, jnp.asarray(table), seq, layout).address(shuffled[:, None]))
+    back = jax.jit(read_rows, static_argnums=3)(written, page, offset, layout)
     expected = np.stack([unpack_row(name, row.tobytes(), width) for row in packed])
     assert np.array_equal(back, expected[shuffled])
     untouched = np.ones(arena.shape, bool)
-    for p, o in zip(page, offset, strict=True):
-        untouched[p, o : o + packed.shape[1]] = False
+    untouched[table[0], 3 : 3 + 4 * packed.shape[1]] = False
     assert (np.asarray(written)[untouched] == 0xFF).all()
 
 
-def test_a_negative_page_writes_nothing():
+def test_a_negative_page_writes_nothing_and_reads_exactly_zero():
     """B100: in JAX index -1 wraps to the last page even with mode="drop"; padding must leave every byte alone."""
-    arena = jnp.full((3, 8), 7, jnp.uint8)
-    rows = jnp.zeros((3, 4), jnp.uint8)
-    out = np.asarray(write_bytes(arena, jnp.array([-1, 1, -1]), jnp.array([0, 4, 4]), rows))
-    assert out[1].tolist() == [7] * 4 + [0] * 4 and (out[[0, 2]] == 7).all()
+    arena, layout = jnp.full((3, 16), 0xFF, jnp.uint8), RowLayout("fp32", 4, 0, 1)
+    table, seq, index = np.array([[-1, 1]], np.int32), np.zeros(3, np.int32), np.array([0, 1, -1], np.int32)
+    (out,) = kv_insert((arena,), [Insert(jnp.zeros((3, 4)), None, None, index, seq, table, layout)])
+    assert (np.asarray(out)[1] == 0).all() and (np.asarray(out)[[0, 2]] == 0xFF).all()
     assert (np.asarray(arena.at[-1].set(0, mode="drop"))[-1] == 0).all(), "the JAX behaviour this guards against"
-
-
-def test_a_negative_page_reads_exactly_zero():
-    arena = jnp.full((2, FP32.row_bytes(4)), 0xFF, jnp.uint8)
-    out = np.asarray(read_rows(arena, jnp.array([-1, 0]), jnp.array([0, 0]), FP32, 4))
-    assert (out[0] == 0).all() and np.isnan(out[1]).all()
+    read = np.asarray(read_rows(arena, jnp.array([-1, 0]), jnp.array([0, 0]), layout))
+    assert (read[0] == 0).all() and np.isnan(read[1]).all()
 
 
 def test_addresses_stay_inside_32_bits():
@@ -287,12 +303,20 @@ def test_addresses_stay_inside_32_bits():
     """
     arena = jax.ShapeDtypeStruct((40_000, 113_920), jnp.uint8)
     place = jax.ShapeDtypeStruct((7,), jnp.int32)
-    rows = jax.ShapeDtypeStruct((7, 288), jnp.uint8)
+    values = jax.ShapeDtypeStruct((7, 512), jnp.float32)
+    layout, table = RowLayout("fp4_e4m3", 512, 0, 64), jnp.arange(40_000, dtype=jnp.int32)[None]
     assert arena.shape[0] * arena.shape[1] > 2**31
-    read = jax.make_jaxpr(lambda a, p, o: read_rows(a, p, o, get_format("fp4_e4m3"), 512))(arena, place, place)
-    written = jax.make_jaxpr(write_bytes)(arena, place, place, rows)
-    expected = ((read, "gather", "start_index_map"), (written, "scatter", "scatter_dims_to_operand_dims"))
-    for jaxpr, name, dims in expected:
+    read = jax.make_jaxpr(lambda a, p, o: read_rows(a, p, o, layout))(arena, place, place)
+
+    def write(arena, values, index):
+        insert = Insert(values, None, None, index, jnp.zeros_like(index), table, layout)
+        return kv_insert((arena,), [insert], implementation="xla")
+
+    written = jax.make_jaxpr(write)(arena, values, place)
+    for jaxpr, name, dims in (
+        (read, "gather", "start_index_map"),
+        (written, "scatter", "scatter_dims_to_operand_dims"),
+    ):
         users = [e for e in jaxpr.jaxpr.eqns if jaxpr.jaxpr.invars[0] in e.invars]
         assert [e.primitive.name for e in users] == [name]
         assert getattr(users[0].params["dimension_numbers"], dims) == (0, 1)
