@@ -144,6 +144,7 @@ def test_a_whole_member_is_its_rows_in_order_of_page_and_row():
     expected = jax.jit(member.format.fake_quant)(values)[table].reshape(1, -1, member.width)
     np.testing.assert_array_equal(rows, expected)
 
+
 @pytest.mark.parametrize("cfg", [RELEASED, TINY], ids=["released", "tiny"])
 def test_pages_for_counts_started_pages(cfg):
     page = cfg.page_size

@@ -194,7 +194,9 @@ def test_a_row_with_leading_absent_keys():
     index = np.full((2, 18), -1, np.int32)
     index[0, 16:] = 0, 1
     sink = np.array([-np.inf], np.float32)
-    out = attention(np.zeros((2, 1, 1), np.float32), [listed(values, index)], sink, tiles_of([2], 2), scale=1.0, scratch=99)
+    out = attention(
+        np.zeros((2, 1, 1), np.float32), [listed(values, index)], sink, tiles_of([2], 2), scale=1.0, scratch=99
+    )
     assert np.asarray(out).ravel().tolist() == [3.0, 0.0]
 
 
@@ -274,7 +276,10 @@ def test_rows_come_back_from_any_page_order(name):
     packed = np.asarray(jax.jit(fmt.pack)(jnp.asarray(values)))
     layout, table, seq = RowLayout(name, width, 3, 4), np.array([[5, 0, 3]], np.int32), np.zeros(rows, np.int32)
     arena = np.full((6, 3 + 4 * packed.shape[1] + 9), 0xFF, np.uint8)
-    (written,) = kv_insert((jnp.asarray(arena),), [Insert(jnp.asarray(values), None, None, seq * 0 + np.arange(rows, dtype=np.int32), seq, table, layout)])
+    (written,) = kv_insert(
+        (jnp.asarray(arena),),
+        [Insert(jnp.asarray(values), None, None, seq * 0 + np.arange(rows, dtype=np.int32), seq, table, layout)],
+    )
     shuffled = RNG.permutation(rows).astype(np.int32)
     page, offset = (x[:, 0] for x in PagedRows(arena, jnp.asarray(table), seq, layout).address(shuffled[:, None]))
     back = jax.jit(read_rows, static_argnums=3)(written, page, offset, layout)

@@ -57,6 +57,16 @@ def test_every_array_equals_the_reference(name):
     assert "traced and served" in row["detail"]
 
 
+@pytest.mark.slow
+def test_the_interpreted_kernels_reproduce_the_reference_end_to_end():
+    """A prefill chunk and twelve decode steps of A, every op through its Triton kernel: discrete arrays identical."""
+    trace = load_trace(GOLDEN / "A.f32.npz")
+    kernels = trace.cfg.replace(implementation="pallas_triton", interpret=True)
+    verdicts = verdicts_of(compare(dataclasses.replace(trace, cfg=kernels)))
+    assert not [v for v in verdicts if not v.passed]
+    assert {v.key.split("/")[-1] for v in verdicts} >= {"selection", "gate_indices", "index_score", "logits"}
+
+
 @pytest.mark.parametrize("name", marked(*(f"{case}.f32_raw" for case in RAW)))
 def test_the_released_decoding_with_stale_index_keys_is_reproduced(name):
     assert check(name)["worst"] < 2e-5

@@ -38,8 +38,8 @@ def selection(query, published, step, pages, role, cfg, traced):
     return select(query, published, step, make_tiles(step, step.num_rows), pages, role, cfg, {} if traced else None)
 
 
-def compare(cfg, start, rows, draws, zeros_from, layer=-1, table=running.PAGES):
-    """What `layer` publishes on random pages: (with all scores kept, as served)."""
+def compare(cfg, start, rows, draws, zeros_from, layer=-1, table=running.PAGES, ways=(("", True), ("", False))):
+    """What `layer` publishes on random pages in each way: (implementation, whether all scores are kept)."""
     role = layer_roles(cfg)[layer]
     member = cache_layout(cfg).member(role.kv_source, "index")
     assert rows > 4 or rows * cfg.candidate_topk_blocks * cfg.candidate_block_size < table * member.rows_per_page
@@ -55,7 +55,11 @@ def compare(cfg, start, rows, draws, zeros_from, layer=-1, table=running.PAGES):
     shape = (rows, cfg.index_n_heads, cfg.index_head_dim)
     query = Query(draws.integers(-2, 3, shape).astype(np.float32), draws.integers(-1, 2, shape[:2]) * 1.0)
     published = Published(np.zeros((rows, cfg.index_topk), np.int32), pool_blocks(draws, visible))
-    return [jax.device_get(selection(query, published, step, pages, role, cfg, traced)) for traced in (True, False)]
+    results = []
+    for implementation, traced in ways:
+        way = cfg.replace(implementation=implementation, interpret=implementation.startswith("pallas"))
+        results.append(jax.device_get(selection(query, published, step, pages, role, way, traced)))
+    return results
 
 
 @pytest.mark.smoke
@@ -86,12 +90,35 @@ def test_masks_and_lists_select_the_same():
     for layer in (4, 5):  # builds the pool, reads it
         for start in (0, 3, 16):
             traced, served = compare(CFG, start, 16, draws, 2, layer=layer, table=4)
-            assert served.selection_TxK is None
+            assert np.array_equal(served.selection_TxK, traced.selection_TxK)
             for mask, lists in ((served.selected_TxE, traced.selection_TxK), (served.pool_TxB, traced.candidates_TxC)):
                 if mask is not None:
                     picked = [row[row >= 0].tolist() for row in lists]
                     assert [np.flatnonzero(row).tolist() for row in mask] == picked
-            assert layer == 5 or served.pool_TxB is not None
+            assert served.selected_TxE is not None and (layer == 5 or served.pool_TxB is not None)
+
+
+# Six blocks for four entries: the kernels find the top-k of the candidate source without a matrix of its scores.
+TRIMMED = running.tiny(candidate_topk_blocks=6, scratch_bytes=2**10)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        pytest.param(TRIMMED, id="trimmed", marks=pytest.mark.smoke),
+        pytest.param(CFG, id="scored", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("layer", "rows"), [(2, 1), (4, 5), pytest.param(5, 5, marks=pytest.mark.slow)])
+def test_the_kernels_select_what_the_plain_form_selects(cfg, layer, rows):
+    """Interpreted, with ties and both zeros: an index source, the candidate source, a layer that reads its pool."""
+    draws, ways = np.random.default_rng(layer), (("xla", False), ("pallas_triton", False), ("pallas_triton", True))
+    for start in (0, 5, 60):
+        plain, *kernels = compare(cfg, start, rows, draws, 2, layer=layer, ways=ways)
+        for ours in kernels:
+            for name in ("selection_TxK", "candidates_TxC"):
+                assert np.array_equal(getattr(plain, name), getattr(ours, name)), (start, name, plain, ours)
+        assert start < 60 or (plain.selection_TxK >= 0).all()
 
 
 def test_stale_keys_reach_a_layer_that_reads_a_pool():

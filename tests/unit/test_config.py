@@ -26,6 +26,7 @@ OTHER_VALUES = {
     "n_shared_experts": None, "hidden_size": 48, "head_dim": 64,
     "qk_rope_head_dim": 10, "o_groups": 4, "num_attention_heads": 8, "index_head_dim": 64, "index_topk": 5,
     "num_hidden_layers": 7, "n_routed_experts": 5, "num_experts_per_tok": 3, "page_size": 16,
+    "implementation": "xla",
 }  # fmt: skip
 
 
@@ -44,6 +45,8 @@ def other(cfg, field):
             changes = part | changes
     if field.name == "kv_source_layer_ids":
         changes["index_source_layer_ids"] = (2, 3, 4, 5)
+    if field.name == "interpret":
+        changes["implementation"] = "pallas_triton"
     if field.name == "num_hidden_layers":
         changes["compress_ratios"] = (*cfg.compress_ratios, 1)
     return cfg.replace(**changes)

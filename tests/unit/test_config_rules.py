@@ -65,6 +65,21 @@ REFUSALS = {
         {**DRAFTS, "dspark_num_experts_per_tok": 5}, "dspark_num_experts_per_tok=5 exceeds dspark_n_routed_experts=4.",
     ),
     "drafts-noise": ({**DRAFTS, "dspark_noise_token_id": 4096}, "dspark_noise_token_id=4096 must be below vocab_size="),
+    "implementation-unknown": (
+        {"implementation": "cuda"},
+        "implementation='cuda' must be one of nothing, xla, pallas_triton, pallas_mosaic_gpu.",
+    ),
+    "interpret-alone": (
+        {"interpret": True}, "interpret=True interprets a kernel, so implementation='' must name one.",
+    ),
+    "kernel-scores": (
+        {"implementation": "pallas_triton", "score_dtype": "bfloat16"},
+        "score_dtype='bfloat16' must be 'float32' with implementation='pallas_triton': no kernel reproduces it.",
+    ),
+    "kernel-stale": (
+        {"implementation": "pallas_triton", "stale_index_keys": True},
+        "stale_index_keys=True must be False with implementation='pallas_triton': no kernel reproduces it.",
+    ),
     "quant-unknown": ({"quant_method": "int4"}, "quant_method='int4' must be one of nothing, fp8."),
     "quant-width": (
         {"quant_method": "fp8", "hidden_size": 48}, "hidden_size=48 must be a multiple of 32 with quant_method='fp8'.",
