@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from dsflash_jax.cache.addressing import paged_rows, row_layout
 from dsflash_jax.cache.layout import Member, cache_layout
@@ -55,26 +54,25 @@ def window_rows(
         rows = paged_rows(member, ring, step.slot[:, None], step.row_to_seq)
         seen = RowSet(rows, jnp.where(position >= 0, member.ring_row(position), -1))
         return seen, dataclasses.replace(cache, ring=ring)
-    ring, chunk = _old_rows(step, cache.ring, member, cfg.sliding_window - 1)
     history, one_page = cfg.sliding_window - 1, jnp.zeros((1, 1), jnp.int32)
+    chunk = history_table(step, _old_rows(step, cache.ring, member, history)).reshape(1, -1)
     own = history_index(step, step.row_to_seq, step.positions, history)
     layout = dataclasses.replace(row_layout(member), offset=0, rows_per_page=chunk.shape[1] // member.row_bytes)
-    there = dataclasses.replace(
-        new, index=own, seq=jnp.zeros_like(step.row_to_seq), table=one_page, layout=layout, arena=1
-    )
-    ring, chunk = kv_insert((ring, chunk), [new, there], **cfg.kernels.options)
+    there = dataclasses.replace(new, index=own, seq=jnp.zeros_like(own), table=one_page, layout=layout)
+    (chunk,) = kv_insert((chunk,), [there], **cfg.kernels.options)
+    # Always true, but the write of the ring now depends on the read of the old rows: otherwise XLA may order the read
+    # last and keep a copy of the whole ring for it. (A barrier is gone before copies are decided.)
+    read = jnp.max(chunk[0, : member.row_bytes].astype(jnp.int32)) >= 0
+    after = dataclasses.replace(new, index=jnp.where(read, new.index, -1))
+    (ring,) = kv_insert((cache.ring,), [after], **cfg.kernels.options)
     back = step.positions[:, None] - position
-    seen = RowSet(
-        PagedRows(chunk, one_page, there.seq, layout), jnp.where(position >= 0, own[:, None] - back, -1), run=True
-    )
+    index = jnp.where(position >= 0, own[:, None] - back, -1)
+    seen = RowSet(PagedRows(chunk, one_page, there.seq, layout), index, run=True)
     return seen, dataclasses.replace(cache, ring=ring)
 
 
-def _old_rows(step: StepInfo, ring: jax.Array, member: Member, history: int) -> tuple[jax.Array, jax.Array]:
-    """(ring, uint8[1, bytes]: each sequence's rows before `start`, with room for the step's rows behind them)."""
+def _old_rows(step: StepInfo, ring: jax.Array, member: Member, history: int) -> jax.Array:
+    """Each sequence's packed window rows before `start`, oldest first: uint8[S, history, row_bytes]."""
     position = step.start[:, None] - history + jnp.arange(history)
     slot = jnp.broadcast_to(step.slot[:, None], position.shape)
-    old = slices(ring, slot, member.row_offset(jnp.maximum(position, 0)), member.row_bytes)
-    # The ring that is written is the one that was read: otherwise XLA may order the read last and keep a copy for it.
-    ring, old = lax.optimization_barrier((ring, old))
-    return ring, history_table(step, old).reshape(1, -1)
+    return slices(ring, slot, member.row_offset(jnp.maximum(position, 0)), member.row_bytes)

@@ -26,8 +26,12 @@ POISON_BYTE, POISON_FLOAT = 0xFF, np.nan
 
 @functools.lru_cache(maxsize=32)
 def tiny(**changes) -> ModelConfig:
-    """configs/tiny.json with fields changed."""
-    return ModelConfig.from_json(CONFIGS / "tiny.json").replace(**changes)
+    """configs/tiny.json with fields changed.
+
+    The XLA forms are named: otherwise every step also traces the kernels, which a CPU then drops, at a tenth of the
+    time of a compilation. `test_steps.py` keeps the default, "the best for the platform".
+    """
+    return ModelConfig.from_json(CONFIGS / "tiny.json").replace(**({"implementation": "xla"} | changes))
 
 
 def shallow(**changes) -> ModelConfig:
@@ -61,7 +65,8 @@ def hash_of(cfg: ModelConfig) -> NgramHash | None:
 # Fields that change neither the shape of a parameter nor its draw.
 _INDIFFERENT = {
     "window_format": "mxfp8", "main_format": "fp4_e4m3", "index_format": "mxfp4", "qat": False, "num_draft_tokens": 5,
-    "scratch_bytes": 2**25, "index_topk": 4, "sliding_window": 4, "page_size": 8,
+    "scratch_bytes": 2**25, "index_topk": 4, "sliding_window": 4, "page_size": 8, "implementation": "",
+    "interpret": False,
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.model_cache import ModelCache
 from tests.model import running
 
-CFG = running.shallow(window_format="fp32")
+CFG = running.shallow(window_format="fp32", implementation="")
 POOLS = ("pages", "ring", "state")
 
 
