@@ -176,12 +176,8 @@ def machine() -> dict[str, Any]:
     import jax
 
     return {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "jax_backend": jax.default_backend(),
-        "jax_devices": len(jax.devices()),
+        "system": platform.system(), "architecture": platform.machine(), "processor": _processor(),
+        "cores": os.cpu_count(), "jax_backend": jax.default_backend(), "jax_devices": len(jax.devices()),
     }
 
 

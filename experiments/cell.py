@@ -92,12 +92,7 @@ class Tools(NamedTuple):
 
 
 def run_cell(
-    cell: Cell,
-    folder: Path,
-    corpus: Corpus,
-    progress: Progress,
-    note: str = "",
-    tools: Tools | None = None,
+    cell: Cell, folder: Path, corpus: Corpus, progress: Progress, note: str = "", tools: Tools | None = None,
 ) -> dict[str, Any]:
     """The result of a cell, from disk where it is finished, else trained, measured and written.
 
@@ -130,12 +125,7 @@ def _finish(path: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(
-    cell: Cell,
-    folder: Path,
-    corpus: Corpus,
-    progress: Progress,
-    probe: _Probe,
-    model: Model,
+    cell: Cell, folder: Path, corpus: Corpus, progress: Progress, probe: _Probe, model: Model,
 ) -> TrainResult:
     # A run killed between a checkpoint and its probe resumes behind that step: probe it first.
     probe.newest_checkpoint()
@@ -226,9 +216,7 @@ def _measure(cell: Cell, trained: TrainResult, corpus: Corpus, tools: Tools) -> 
     buckets = _buckets(cfg)
     result = {"parameters": _count(trained.params), "lag_classes": dataclasses.asdict(buckets)}
     result["evaluation"] = {
-        "recall_rows": effort.recall_rows,
-        "resting_rows": resting_rows(cell),
-        "resting_patience": RESTING_PATIENCE,
+        "recall_rows": effort.recall_rows, "resting_rows": resting_rows(cell), "resting_patience": RESTING_PATIENCE,
         "text_rows": effort.text_rows,
     }
     asked, written = _records(predict, trained.params, held_out)
@@ -276,9 +264,7 @@ def _values(batches: Sequence[Batch]) -> np.ndarray:
 
 
 def _curves(
-    records: Records,
-    buckets: LagBuckets,
-    sides: Sequence[str] = ("all", "aligned", "split"),
+    records: Records, buckets: LagBuckets, sides: Sequence[str] = ("all", "aligned", "split"),
 ) -> dict[str, dict[str, list[int]]]:
     """Right answers in bins of lag: all pairs, pairs within a group of two, pairs split across two; as columns."""
     edges = buckets.edges(records.asked.shape[1])
@@ -313,9 +299,7 @@ def _course(cell: Cell, folder: Path, trained: TrainResult) -> dict[str, Any]:
     solved = next((p["step"] for p in probes if min(p["near"] or 0, p["far"] or 0) >= SOLVED), None)
     tokens = cell.settings.rows * cell.settings.context * len(records)
     return {
-        "steps": len(records),
-        "switch_step": trained.switch_step,
-        "train_seconds": float(seconds[-1]),
+        "steps": len(records), "switch_step": trained.switch_step, "train_seconds": float(seconds[-1]),
         "compile_seconds": sum(event["compile_seconds"] for event in events if event["event"] == "start"),
         "tokens_per_second": tokens / float(seconds[-1]),
         "solved_at_step": solved,

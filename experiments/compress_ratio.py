@@ -49,33 +49,21 @@ class Budget:
     large: tuple[Schedule, ...] = ()
 
 
-BUDGETS: Mapping[str, Budget] = MappingProxyType(
-    {
-        "quick": Budget(
-            schedules=(None, (2, 1), (4, 4)),
-            seeds=(0,),
-            training=SMALL_TRAINING.replace(steps=10),
-            effort=Effort(
-                recall_rows=32, text_rows=16, probe_rows=16, probe_every=10, decode_steps=16, unrounded=False
-            ),
-        ),
-        "default": Budget(
-            schedules=SCHEDULES,
-            seeds=(0,),
-            training=SMALL_TRAINING,
-            effort=Effort(recall_rows=256, text_rows=128, probe_every=100, unrounded=False),
-        ),
-        "full": Budget(
-            # 600 steps leave one seed in three of window only below the gate's 95 % near recall (90.8 % at seed 2).
-            schedules=SCHEDULES,
-            seeds=(0, 1, 2),
-            training=SMALL_TRAINING.replace(steps=800),
-            effort=Effort(decode_contexts=(128, 1920)),
-            equal_share=(2, 4),
-            large=(None, (2, 1), (4, 4)),
-        ),
-    }
-)
+BUDGETS: Mapping[str, Budget] = MappingProxyType({
+    "quick": Budget(
+        schedules=(None, (2, 1), (4, 4)), seeds=(0,), training=SMALL_TRAINING.replace(steps=10),
+        effort=Effort(recall_rows=32, text_rows=16, probe_rows=16, probe_every=10, decode_steps=16, unrounded=False),
+    ),
+    "default": Budget(
+        schedules=SCHEDULES, seeds=(0,), training=SMALL_TRAINING,
+        effort=Effort(recall_rows=256, text_rows=128, probe_every=100, unrounded=False),
+    ),
+    "full": Budget(
+        # 600 steps leave one seed in three of window only below the gate's 95 % near recall (90.8 % at seed 2).
+        schedules=SCHEDULES, seeds=(0, 1, 2), training=SMALL_TRAINING.replace(steps=800),
+        effort=Effort(decode_contexts=(128, 1920)), equal_share=(2, 4), large=(None, (2, 1), (4, 4)),
+    ),
+})
 
 
 def with_schedule(base: ModelConfig, schedule: Schedule) -> ModelConfig:
@@ -109,12 +97,7 @@ def cells(budget: Budget, small: ModelConfig, large: ModelConfig) -> Iterator[Ce
 
 
 def _cell(
-    group: str,
-    schedule: Schedule,
-    seed: int,
-    cfg: ModelConfig,
-    training: TrainSettings,
-    effort: Effort,
+    group: str, schedule: Schedule, seed: int, cfg: ModelConfig, training: TrainSettings, effort: Effort,
 ) -> Cell:
     encoder, decoder = schedule or (None, None)
     short = "window-only" if schedule is None else f"enc{encoder}-dec{decoder}"
@@ -124,12 +107,7 @@ def _cell(
 
 
 def run(
-    mode: str,
-    out: Path | None,
-    progress: Progress,
-    *,
-    budget: Budget | None = None,
-    tools: Tools | None = None,
+    mode: str, out: Path | None, progress: Progress, *, budget: Budget | None = None, tools: Tools | None = None,
     corpus_of: Callable = python_corpus,
 ) -> Path:
     """Runs the study and returns its folder; see `experiments.registry.Study.run`.
@@ -151,14 +129,8 @@ def run(
 
 
 def _run_in(
-    folder: Path,
-    plan: Mapping[str, Any],
-    budget: Budget,
-    planned: list[Cell],
-    corpus: Corpus,
-    progress: Progress,
-    tools: Tools | None,
-    begun: float,
+    folder: Path, plan: Mapping[str, Any], budget: Budget, planned: list[Cell], corpus: Corpus, progress: Progress,
+    tools: Tools | None, begun: float,
 ) -> None:
     """Every cell in turn, then gate and report; cells that have a result are read."""
     mode, status = plan["mode"], plan.get("status")
@@ -215,27 +187,19 @@ def write_report(folder: Path, plan: Mapping[str, Any], manifest: Mapping[str, A
 
 
 def _plan(
-    mode: str,
-    budget: Budget,
-    planned: list[Cell],
-    corpus: Mapping[str, Any],
-    status: str | None,
+    mode: str, budget: Budget, planned: list[Cell], corpus: Mapping[str, Any], status: str | None,
 ) -> dict[str, Any]:
     """What a run is, so that a folder can tell whether it belongs to it: configurations, settings, corpus, devices."""
     import jax
 
     marked = {"status": status} if status else {}
     return {
-        "study": STUDY,
-        "mode": mode,
-        **marked,
-        "seeds": list(budget.seeds),
+        "study": STUDY, "mode": mode, **marked, "seeds": list(budget.seeds),
         "cells": [_planned(cell) for cell in planned],
         "configs": {cell.cfg.sha256(): cell.cfg.to_dict() for cell in planned},
         "settings": {cell.labels["group"]: cell.settings.replace(seed=0).to_dict() for cell in planned},
         "effort": {cell.labels["group"]: _plain(dataclasses.asdict(cell.effort)) for cell in planned},
-        "corpus": dict(corpus),
-        "devices": len(jax.devices()),
+        "corpus": dict(corpus), "devices": len(jax.devices()),
     }
 
 

@@ -59,12 +59,7 @@ BUDGETS: Mapping[str, Budget] = MappingProxyType({
 
 
 def run(
-    mode: str,
-    out: Path | None,
-    progress: Progress,
-    *,
-    budget: Budget | None = None,
-    base: ModelConfig | None = None,
+    mode: str, out: Path | None, progress: Progress, *, budget: Budget | None = None, base: ModelConfig | None = None,
     corpus_of: Callable = python_corpus,
 ) -> Path:
     """Runs the study and returns its folder; see `experiments.registry.Study.run`. A seed that is done is not rerun."""

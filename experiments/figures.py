@@ -73,17 +73,8 @@ def draw_recall(rows: Sequence[Row], chance: float) -> Figure:
     seeds = len(next(iter(grouped.values())))
     bars = "bars: 95 % interval" + (" of all seeds; dots: each seed" if seeds > 1 else ", one seed")
     drawn.legend(
-        handles.values(),
-        handles,
-        loc="outside upper left",
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-        handlelength=2.2,
-        columnspacing=1.4,
-        title=bars,
-        title_fontsize=8,
-        alignment="left",
+        handles.values(), handles, loc="outside upper left", ncols=len(handles), fontsize=8, frameon=False,
+        handlelength=2.2, columnspacing=1.4, title=bars, title_fontsize=8, alignment="left",
     )
     return drawn
 
@@ -112,26 +103,14 @@ def _recall_panel(axis: Axes, runs: Sequence[Row], chance: float) -> dict[str, o
             continue
         gap = beside * SEED_GAP * lags[-1] / 120  # equal curves stay visible side by side; the same at any context
         handles[text] = axis.errorbar(
-            [lag + gap / 2 for lag in lags],
-            [100 * share.value for share in shares],
-            yerr=_bars(shares, 100) if marker else None,
-            color=colour,
-            linestyle=dash,
-            linewidth=1.5,
-            marker=marker or None,
-            markersize=3,
-            elinewidth=1.1,
-            label=text,
+            [lag + gap / 2 for lag in lags], [100 * share.value for share in shares],
+            yerr=_bars(shares, 100) if marker else None, color=colour, linestyle=dash, linewidth=1.5,
+            marker=marker or None, markersize=3, elinewidth=1.1, label=text,
         )
         if len(found) > 1 and marker:
             for values in each:
                 axis.plot(
-                    [lag + 2 * gap for lag in lags],
-                    values,
-                    ".",
-                    color=colour,
-                    markersize=4,
-                    alpha=0.6,
+                    [lag + 2 * gap for lag in lags], values, ".", color=colour, markersize=4, alpha=0.6,
                     markeredgewidth=0,
                 )
     axis.set_ylim(-3, TOP)
@@ -213,14 +192,8 @@ def _far_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]], rows: Sequence[
     for name, level, dashes in _floors(rows, chance):
         axis.axhline(100 * level, color=BLACK, linewidth=0.9, linestyle=(0, dashes))
         axis.annotate(
-            name,
-            (1, 100 * level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=7.5,
+            name, (1, 100 * level), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
+            ha="right", va="bottom", fontsize=7.5,
         )
     for runs in grouped.values():
         found = pooled(runs, "far")
@@ -231,12 +204,7 @@ def _far_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]], rows: Sequence[
         every = pooled(runs, "all_far") if never_switched(runs) else None
         if every is not None:
             axis.plot(
-                [figure(runs[0], "kv_per_token")],
-                [100 * every.value],
-                "x",
-                color=BLACK,
-                markersize=6,
-                zorder=4,
+                [figure(runs[0], "kv_per_token")], [100 * every.value], "x", color=BLACK, markersize=6, zorder=4,
                 label=f"{DAGGER} with all entries attended",
             )
     axis.set_ylim(-4, TOP)
@@ -246,11 +214,7 @@ def _far_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]], rows: Sequence[
     axis.text(0.55, 0.47, bars, transform=axis.transAxes, va="bottom", fontsize=7.5)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(
-            loc="upper left",
-            bbox_to_anchor=(0.525, 0.475),
-            fontsize=7.5,
-            frameon=False,
-            handlelength=1,
+            loc="upper left", bbox_to_anchor=(0.525, 0.475), fontsize=7.5, frameon=False, handlelength=1,
             handletextpad=0.4,
         )
 
@@ -279,29 +243,15 @@ def _point(axis: Axes, runs: Sequence[Row], found: Interval, seeds: Sequence[flo
     control = runs[0]["encoder"] is None
     colour, x = ORANGE if control else BLUE, figure(runs[0], "kv_per_token")
     axis.errorbar(
-        [x],
-        [found.value],
-        yerr=_bars([found], 1),
-        color=colour,
-        marker="s" if control else "o",
-        markersize=6,
-        markerfacecolor="white" if control else colour,
-        markeredgewidth=1.5,
-        elinewidth=1.6,
-        capsize=3,
+        [x], [found.value], yerr=_bars([found], 1), color=colour, marker="s" if control else "o", markersize=6,
+        markerfacecolor="white" if control else colour, markeredgewidth=1.5, elinewidth=1.6, capsize=3,
         linestyle="none",
     )
     if len(seeds) > 1:
         axis.plot([x + SEED_GAP] * len(seeds), seeds, ".", color=colour, markersize=5, alpha=0.6, markeredgewidth=0)
     axis.annotate(
-        _narrow(marked_label(runs)),
-        (x, max(found.high, *seeds)),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8.5,
-        color=colour,
-        linespacing=0.95,
+        _narrow(marked_label(runs)), (x, max(found.high, *seeds)), xytext=(0, 6), textcoords="offset points",
+        ha="center", fontsize=8.5, color=colour, linespacing=0.95,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
     )
 

@@ -33,8 +33,7 @@ def results_block(folder: Path, where: str) -> str:
     figures = [
         f"![{caption}]({where}/{name})"
         for name, caption in (
-            ("recall_by_distance.png", "Recall by distance"),
-            ("quality_vs_bytes.png", "Quality against bytes"),
+            ("recall_by_distance.png", "Recall by distance"), ("quality_vs_bytes.png", "Quality against bytes")
         )
     ]
     control = by_schedule(rows)["window only"]
@@ -45,11 +44,7 @@ def results_block(folder: Path, where: str) -> str:
     )
     notes = [_wrapped(note) for note in (*dagger_note(rows).split("\n\n"), _larger(plan, others))]
     parts = [
-        _wrapped(opening),
-        table(rows, _columns(rows), _names(rows)),
-        _wrapped(_reading(plan, rows)),
-        *notes,
-        *figures,
+        _wrapped(opening), table(rows, _columns(rows), _names(rows)), _wrapped(_reading(plan, rows)), *notes, *figures,
         _wrapped(_limits(plan, max(sizes))),
     ]
     return "\n\n".join(part for part in parts if part)

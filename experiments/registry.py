@@ -31,25 +31,23 @@ class Study:
         return importlib.import_module(self.module).run(mode, out, progress)
 
 
-STUDIES: Mapping[str, Study] = MappingProxyType(
-    {
-        "compress-ratio": Study(
-            "compress-ratio",
-            "What does each compress ratio cost in recall, and save in bytes?",
-            "experiments.compress_ratio",
-        ),
-        "decoder-replay": Study(
-            "decoder-replay",
-            "What does running the decoder on the end of a prompt only change, and how much prefill time does it save?",
-            "experiments.decoder_replay",
-        ),
-        "speculation": Study(
-            "speculation",
-            "How many drafts does a small trained model accept, do its confidences come true, and when does it pay?",
-            "experiments.speculation",
-        ),
-    }
-)
+STUDIES: Mapping[str, Study] = MappingProxyType({
+    "compress-ratio": Study(
+        "compress-ratio",
+        "What does each compress ratio cost in recall, and save in bytes?",
+        "experiments.compress_ratio",
+    ),
+    "decoder-replay": Study(
+        "decoder-replay",
+        "What does running the decoder on the end of a prompt only change, and how much prefill time does it save?",
+        "experiments.decoder_replay",
+    ),
+    "speculation": Study(
+        "speculation",
+        "How many drafts does a small trained model accept, do its confidences come true, and when does it pay?",
+        "experiments.speculation",
+    ),
+})
 
 
 def get_study(name: str) -> Study:

@@ -33,28 +33,17 @@ QUESTION = STUDIES["compress-ratio"].question
 
 
 def render(
-    plan: Mapping[str, Any],
-    manifest: Mapping[str, Any],
-    rows: Sequence[Row],
-    gate: Gate,
-    chance: float,
+    plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence[Row], gate: Gate, chance: float,
     figures: Mapping[str, str],
 ) -> str:
     """The whole report. plan, manifest: config.json and manifest.json of the run; figures: file name -> caption."""
     groups = {group: [row for row in rows if row["group"] == group] for group in (MAIN, EQUAL_SHARE, LARGE)}
     parts = [
-        f"# compress-ratio: {gate.status}",
-        f"*{QUESTION}*",
-        _verdict(gate),
-        *_main_section(groups[MAIN], plan, chance),
-        *_spread_section(groups[MAIN]),
+        f"# compress-ratio: {gate.status}", f"*{QUESTION}*", _verdict(gate),
+        *_main_section(groups[MAIN], plan, chance), *_spread_section(groups[MAIN]),
         *(f"![{caption}]({name})" for name, caption in figures.items()),
-        *_inside_section(groups[MAIN]),
-        *_equal_share_section(groups),
-        *_large_section(groups[LARGE], plan),
-        *_diverged_section(rows),
-        _limits(plan, groups[MAIN], rows),
-        _making(plan, manifest, rows),
+        *_inside_section(groups[MAIN]), *_equal_share_section(groups), *_large_section(groups[LARGE], plan),
+        *_diverged_section(rows), _limits(plan, groups[MAIN], rows), _making(plan, manifest, rows),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -84,14 +73,8 @@ def _main_section(rows: Sequence[Row], plan: Mapping[str, Any], chance: float) -
         "Decode: median of one call at batch 1, with its 10th and 90th percentile over all seeds."
     )
     return [
-        "## Cost and saving",
-        in_short(rows),
-        about_recall + guesses(rows, chance) + _answers(rows),
-        table(rows, RECALL),
-        dagger_note(rows),
-        about_bytes,
-        table(rows, cost_columns(rows)),
-        _about_course(plan, MAIN),
+        "## Cost and saving", in_short(rows), about_recall + guesses(rows, chance) + _answers(rows),
+        table(rows, RECALL), dagger_note(rows), about_bytes, table(rows, cost_columns(rows)), _about_course(plan, MAIN),
         table(rows, COURSE),
     ]
 
@@ -130,8 +113,7 @@ def in_short(rows: Sequence[Row]) -> str:
     if not base or spread(base, "far") is None:
         return ""
     lines = [
-        f"- {_against(name, runs, base)}"
-        for name, runs in grouped.items()
+        f"- {_against(name, runs, base)}" for name, runs in grouped.items()
         if label(runs[0]) not in ("window only", BASE) and spread(runs, "far") is not None
     ]
     if not lines:
@@ -164,7 +146,9 @@ def _difference(runs: Sequence[Row], base: Sequence[Row], name: str, factor: flo
     """(the difference, its interval and its values by seed in brackets), signed."""
     found, each = compared(runs, base, name), differences(runs, base, name)
     value = found.value if found else sum(each) / len(each)
-    known = [] if found is None else [f"95 %: {factor * found.low:+.{digits}f} to {factor * found.high:+.{digits}f}"]
+    known = [] if found is None else [
+        f"95 %: {factor * found.low:+.{digits}f} to {factor * found.high:+.{digits}f}"
+    ]
     if len(each) > 1:
         known.append("by seed " + ", ".join(f"{factor * one:+.{digits}f}" for one in each))
     return f"{factor * value:+.{digits}f}", f"({'; '.join(known) or 'one seed, no interval'})"
@@ -249,13 +233,8 @@ def _large_section(rows: Sequence[Row], plan: Mapping[str, Any]) -> list[str]:
     text = f"{size_of(plan, LARGE).capitalize()}, one seed: does the order of the schedules survive a step in size? "
     text += "" if learned.passed else f"**Not to be cited**: its control fails the gate. {learned.sentence} "
     return [
-        "## Larger configuration",
-        text + _answers(rows).strip(),
-        table(rows, RECALL),
-        dagger_note(rows),
-        table(rows, cost_columns(rows)),
-        _about_course(plan, LARGE),
-        table(rows, COURSE),
+        "## Larger configuration", text + _answers(rows).strip(), table(rows, RECALL), dagger_note(rows),
+        table(rows, cost_columns(rows)), _about_course(plan, LARGE), table(rows, COURSE),
         table([row for row in rows if row["encoder"] is not None], INSIDE),
     ]
 
@@ -268,11 +247,8 @@ def size_of(plan: Mapping[str, Any], group: str) -> str:
 
 
 def _diverged_section(rows: Sequence[Row]) -> list[str]:
-    lost = [
-        f"- {row['group']}, {row['encoder']},{row['decoder']}, seed {row['seed']}: {row['diverged']}"
-        for row in rows
-        if "diverged" in row
-    ]
+    lost = [f"- {row['group']}, {row['encoder']},{row['decoder']}, seed {row['seed']}: {row['diverged']}"
+            for row in rows if "diverged" in row]
     return ["## Diverged\n\n" + "\n".join(lost)] if lost else []
 
 
@@ -280,32 +256,29 @@ def _limits(plan: Mapping[str, Any], rows: Sequence[Row], every_row: Sequence[Ro
     context, steps, pairs = (plan["settings"][MAIN][name] for name in ("context", "steps", "pairs"))
     most = max((row["parameters"] for row in every_row if measured(row)), default=0)
     topk = config_of(plan, MAIN)["index_topk"]
-    return "\n".join(
-        [
-            "## What this does not show",
-            "",
-            f"- Nothing about the released model: these have at most {most:,} parameters, contexts of a few hundred "
-            "tokens, and minutes of training on synthetic recall and local text.",
-            f"- The ratio alone: with a context of {context} and m = 4 there are {context // 4} entries, of which the "
-            f"top-k of {topk} takes {4 * topk / context:.0%} at the end of a row, against {topk / context:.0%} at m = 1. "
-            "Ratio and selection strength move together unless k falls with the ratio.",
-            f"- What longer training would give: all models stop after {steps} steps. A schedule that forms recall later "
-            f"has had fewer steps with top-k selection, or none ({DAGGER}).",
-            "- A saving at short contexts: the bytes per token are a slope. The fixed part of a sequence grows with the "
-            "ratio and outweighs it there; the table gives both.",
-            f"- Models of one size: a compressor has parameters of its own ({_parameters(rows)}).",
-            "- Alignment to groups of four: aligned and split are told apart for groups of two. At m = 4 an aligned pair "
-            "still lies in one group, but so do half of the split ones.",
-            "- The published model's ability to bind neighbouring tokens: a learned token shift at the embedding, which is "
-            "not part of it, is what lets these models learn pairs that are split across groups.",
-            f"- Harder recall: {pairs} pairs per row among {KEY_TOKENS} keys. Schedules that are equal here may differ "
-            "with more pairs.",
-            "- A blind choice of settings: the steps were raised until window only passed the gate with every seed "
-            "(`docs/decisions.md`), for all schedules alike.",
-            "- Speed of anything but this implementation on this machine at batch 1; decode times at this size are mostly "
-            "the cost of calling a step, and the machine's other work is in them.",
-        ]
-    )
+    return "\n".join([
+        "## What this does not show", "",
+        f"- Nothing about the released model: these have at most {most:,} parameters, contexts of a few hundred "
+        "tokens, and minutes of training on synthetic recall and local text.",
+        f"- The ratio alone: with a context of {context} and m = 4 there are {context // 4} entries, of which the "
+        f"top-k of {topk} takes {4 * topk / context:.0%} at the end of a row, against {topk / context:.0%} at m = 1. "
+        "Ratio and selection strength move together unless k falls with the ratio.",
+        f"- What longer training would give: all models stop after {steps} steps. A schedule that forms recall later "
+        f"has had fewer steps with top-k selection, or none ({DAGGER}).",
+        "- A saving at short contexts: the bytes per token are a slope. The fixed part of a sequence grows with the "
+        "ratio and outweighs it there; the table gives both.",
+        f"- Models of one size: a compressor has parameters of its own ({_parameters(rows)}).",
+        "- Alignment to groups of four: aligned and split are told apart for groups of two. At m = 4 an aligned pair "
+        "still lies in one group, but so do half of the split ones.",
+        "- The published model's ability to bind neighbouring tokens: a learned token shift at the embedding, which is "
+        "not part of it, is what lets these models learn pairs that are split across groups.",
+        f"- Harder recall: {pairs} pairs per row among {KEY_TOKENS} keys. Schedules that are equal here may differ "
+        "with more pairs.",
+        "- A blind choice of settings: the steps were raised until window only passed the gate with every seed "
+        "(`docs/decisions.md`), for all schedules alike.",
+        "- Speed of anything but this implementation on this machine at batch 1; decode times at this size are mostly "
+        "the cost of calling a step, and the machine's other work is in them.",
+    ])
 
 
 def _parameters(rows: Sequence[Row]) -> str:
@@ -324,26 +297,23 @@ def _making(plan: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence
     option = {"quick": " --quick", "full": " --full"}.get(plan["mode"], "")
     rounding = "rounded as cached" if config_of(plan, MAIN)["qat"] else "not rounded"
     tokens = settings["steps"] * settings["rows"] * settings["context"]
-    return "\n".join(
-        [
-            "## How it was made",
-            "",
-            f"- `dsflash run compress-ratio{option}`",
-            *(f"  - {session_line(session)}" for session in manifest["sessions"]),
-            f"- {_times(rows)}",
-            f"- {settings['steps']} steps of {settings['rows']} rows x {settings['context']} tokens ({tokens:,} tokens per "
-            f"model), learning rate {settings['learning_rate']:g}, keys and values {rounding} in training, seeds "
-            f"{', '.join(map(str, plan['seeds']))}",
-            f"- training rows: {settings['recall']:.0%} recall at all distances, {settings['near']:.0%} recall inside the "
-            f"window only, the rest text; top-k once the averaged answer loss is below {settings['dense_until']:g}",
-            *_evaluation(rows),
-            f"- corpus {corpus['sha256'][:16]} (Python {corpus['python']}), {corpus['train_tokens']:,} training and "
-            f"{corpus['held_out_tokens']:,} held-out tokens",
-            f"- {machine['cores']} cores ({machine['processor']}), {machine['jax_devices']} JAX devices; "
-            + ", ".join(f"{name} {version}" for name, version in versions.items()),
-            "- `config.json` holds every configuration with its hash, `result.json` every raw row.",
-        ]
-    )
+    return "\n".join([
+        "## How it was made", "",
+        f"- `dsflash run compress-ratio{option}`",
+        *(f"  - {session_line(session)}" for session in manifest["sessions"]),
+        f"- {_times(rows)}",
+        f"- {settings['steps']} steps of {settings['rows']} rows x {settings['context']} tokens ({tokens:,} tokens per "
+        f"model), learning rate {settings['learning_rate']:g}, keys and values {rounding} in training, seeds "
+        f"{', '.join(map(str, plan['seeds']))}",
+        f"- training rows: {settings['recall']:.0%} recall at all distances, {settings['near']:.0%} recall inside the "
+        f"window only, the rest text; top-k once the averaged answer loss is below {settings['dense_until']:g}",
+        *_evaluation(rows),
+        f"- corpus {corpus['sha256'][:16]} (Python {corpus['python']}), {corpus['train_tokens']:,} training and "
+        f"{corpus['held_out_tokens']:,} held-out tokens",
+        f"- {machine['cores']} cores ({machine['processor']}), {machine['jax_devices']} JAX devices; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "- `config.json` holds every configuration with its hash, `result.json` every raw row.",
+    ])
 
 
 def session_line(session: Mapping[str, Any]) -> str:
@@ -366,13 +336,9 @@ def _times(rows: Sequence[Row]) -> str:
 
 def _evaluation(rows: Sequence[Row]) -> list[str]:
     found = next((row["evaluation"] for row in rows if "evaluation" in row), None)
-    return (
-        []
-        if found is None
-        else [
-            f"- questions, the same for every model: {found['recall_rows']} held-out recall rows as trained, and "
-            f"{found['resting_rows']} in which a pair rests for more than two windows after "
-            f"{found['resting_patience']:.0%} of its occurrences, for more far answers; bits per byte on "
-            f"{found['text_rows']} rows of held-out text"
-        ]
-    )
+    return [] if found is None else [
+        f"- questions, the same for every model: {found['recall_rows']} held-out recall rows as trained, and "
+        f"{found['resting_rows']} in which a pair rests for more than two windows after "
+        f"{found['resting_patience']:.0%} of its occurrences, for more far answers; bits per byte on "
+        f"{found['text_rows']} rows of held-out text"
+    ]

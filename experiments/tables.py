@@ -24,7 +24,6 @@ def median(name: str, factor: float = 1, digits: int = 0) -> Column:
 
 def share(name: str, *, with_interval: bool = False) -> Column:
     """A column of shares in percent over the answers of all seeds, with or without the interval."""
-
     def text(rows: Sequence[Row]) -> str:
         found = pooled(rows, name)
         return interval(found) if with_interval or found is None else points(100 * found.value)

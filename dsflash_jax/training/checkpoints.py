@@ -55,13 +55,10 @@ def save(folder: Path, step: int, tree: Any, facts: Mapping[str, Any], keep: int
     path = _path(folder, step)
     if not path.exists():
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
-            writer.save(
-                path,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(jax.tree.map(np.asarray, jax.device_get(tree))),
-                    facts=ocp.args.JsonSave(dict(facts)),
-                ),
-            )
+            writer.save(path, args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(jax.tree.map(np.asarray, jax.device_get(tree))),
+                facts=ocp.args.JsonSave(dict(facts)),
+            ))
     for old in saved_steps(folder)[:-keep]:
         shutil.rmtree(_path(folder, old))
     return path

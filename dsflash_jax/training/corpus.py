@@ -20,26 +20,10 @@ from dsflash_jax.training.vocabulary import DOCUMENT_BORDER, encode_bytes
 
 # Installed only on some machines (separate packages of Linux distributions), generated tables, or not prose or code
 # of the library itself. Leaving them out keeps the corpus the same wherever the interpreter version is the same.
-_SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__",
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "idle_test",
-        "lib2to3",
-        "tkinter",
-        "turtledemo",
-        "ensurepip",
-        "distutils",
-        "encodings",
-        "pydoc_data",
-        "lib-dynload",
-        "__phello__",
-    }
-)
+_SKIPPED_FOLDERS = frozenset({
+    "__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "tkinter",
+    "turtledemo", "ensurepip", "distutils", "encodings", "pydoc_data", "lib-dynload", "__phello__",
+})
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize", "_distutils_hack")
 _HELD_OUT_SHARE = 10  # one document in ten
 
@@ -67,12 +51,9 @@ class Corpus:
     def summary(self) -> dict:
         """What artefacts record about the corpus: hash, interpreter, sizes in tokens."""
         return {
-            "sha256": self.sha256,
-            "python": self.python,
-            "train_tokens": int(self.train.size),
-            "held_out_tokens": int(self.held_out.size),
-            "train_documents": self.train_documents,
-            "held_out_documents": self.held_out_documents,
+            "sha256": self.sha256, "python": self.python,
+            "train_tokens": int(self.train.size), "held_out_tokens": int(self.held_out.size),
+            "train_documents": self.train_documents, "held_out_documents": self.held_out_documents,
         }
 
 
@@ -112,12 +93,8 @@ def build_corpus(documents: Iterable[tuple[str, bytes]]) -> Corpus:
             "each split needs at least one; add documents."
         )
     return Corpus(
-        train=np.concatenate(parts[False]),
-        held_out=np.concatenate(parts[True]),
-        sha256=digest.hexdigest(),
-        python=platform.python_version(),
-        train_documents=len(parts[False]),
-        held_out_documents=len(parts[True]),
+        train=np.concatenate(parts[False]), held_out=np.concatenate(parts[True]), sha256=digest.hexdigest(),
+        python=platform.python_version(), train_documents=len(parts[False]), held_out_documents=len(parts[True]),
     )
 
 

@@ -111,7 +111,7 @@ def make_batch(mix: TaskMix, text: np.ndarray, seed: int, step: int, stream: int
     _write_recall(parts[1], min(mix.pairs, _NEAR_PAIRS), (1.0, 0.0, 0.0), mix, rng)
     _write_needle(parts[2], rng)
     _write_copy(parts[3], rng)
-    rows.text_mask[mix.rows - plain :] = True
+    rows.text_mask[mix.rows - plain:] = True
     return rows.batch()
 
 
@@ -139,10 +139,10 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
 class _Rows(NamedTuple):
     """Rows under construction: one token more than a batch row, masks indexed by the position that predicts."""
 
-    tokens: np.ndarray  # int32[B, T + 1]
+    tokens: np.ndarray       # int32[B, T + 1]
     answer_mask: np.ndarray  # bool[B, T]
     text_mask: np.ndarray
-    lag: np.ndarray  # int32[B, T]
+    lag: np.ndarray          # int32[B, T]
     aligned: np.ndarray
 
     @classmethod
@@ -173,7 +173,7 @@ def _write_recall(
     slots = (context - 1) // 2
     every = np.arange(count)
     phase = rng.integers(0, 2, count)
-    keys = rng.permuted(np.tile(np.arange(KEY_TOKENS), (count, 1)), axis=1)[:, :pairs] + FIRST_KEY
+    keys = rng.permuted(np.tile(np.arange(KEY_TOKENS), (count, 1)), axis=1)[:, : pairs] + FIRST_KEY
     values = rng.integers(0, VALUE_TOKENS, (count, pairs)) + FIRST_VALUE
     stays_text = rng.random((slots, count)) < mix.text_slots
     waits = _waits(mix, lag_shares, rng, slots, count)

@@ -47,11 +47,7 @@ class Records(NamedTuple):
 
 
 def held_out_batches(
-    cfg: ModelConfig,
-    settings: TrainSettings,
-    corpus: Corpus,
-    recall_rows: int = 256,
-    text_rows: int = 256,
+    cfg: ModelConfig, settings: TrainSettings, corpus: Corpus, recall_rows: int = 256, text_rows: int = 256,
 ) -> HeldOut:
     """Evaluation batches of settings.rows rows; they depend on neither the seed of training nor the compress ratios.
 
@@ -64,10 +60,7 @@ def held_out_batches(
 
 
 def make_predictor(
-    cfg: ModelConfig,
-    rows: int,
-    devices: int | None = None,
-    model: Model | None = None,
+    cfg: ModelConfig, rows: int, devices: int | None = None, model: Model | None = None,
 ) -> Callable[[Any, Batch, bool, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """predict(params, batch, use_global, dense) -> (nll, correct, coverage), compiled once for both flags.
 
@@ -81,15 +74,10 @@ def make_predictor(
         return token_nll(out.logits, targets), correct, jax.lax.pmean(out.coverage, "data")
 
     whole, by_rows = PartitionSpec(), PartitionSpec("data")
-    compiled = jax.jit(
-        jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(whole, by_rows, by_rows, whole, whole),
-            out_specs=(by_rows, by_rows, whole),
-            check_vma=False,
-        )
-    )
+    compiled = jax.jit(jax.shard_map(
+        on_device, mesh=mesh, in_specs=(whole, by_rows, by_rows, whole, whole), out_specs=(by_rows, by_rows, whole),
+        check_vma=False,
+    ))
 
     def predict(params, batch: Batch, use_global: bool, dense: bool):
         tokens, targets = jax.device_put((batch.tokens, batch.targets), split_rows(mesh))
@@ -100,12 +88,7 @@ def make_predictor(
 
 
 def evaluate(
-    predict: Callable,
-    params: Any,
-    batches: Sequence[Batch],
-    *,
-    use_global: bool = True,
-    dense: bool = False,
+    predict: Callable, params: Any, batches: Sequence[Batch], *, use_global: bool = True, dense: bool = False,
 ) -> Records:
     """Records of a model on batches; use_global=False is the control without the global branch.
 
@@ -118,11 +101,6 @@ def evaluate(
         raise FloatingPointError(f"{lost} of {nll.size} evaluated tokens have no finite loss.")
     joined = Batch(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
     return Records(
-        nll,
-        correct,
-        joined.answer_mask,
-        joined.text_mask,
-        joined.lag,
-        joined.aligned,
+        nll, correct, joined.answer_mask, joined.text_mask, joined.lag, joined.aligned,
         np.stack([output[2] for output in outputs]),
     )

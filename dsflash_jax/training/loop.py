@@ -38,14 +38,8 @@ TrainSteps = Generator[StepMetrics, None, TrainResult]
 
 
 def train(
-    cfg: ModelConfig,
-    settings: TrainSettings,
-    corpus: Corpus,
-    out: Path | None = None,
-    *,
-    devices: int | None = None,
-    checkpoint_every: int = 200,
-    model: Model | None = None,
+    cfg: ModelConfig, settings: TrainSettings, corpus: Corpus, out: Path | None = None, *,
+    devices: int | None = None, checkpoint_every: int = 200, model: Model | None = None,
 ) -> TrainSteps:
     """Trains a model; iterate over the result, or hand it to `run_to_end`.
 
@@ -96,30 +90,18 @@ def run_to_end(steps: Generator, report: Callable[[Any], None] | None = None) ->
 def run_facts(cfg: ModelConfig, settings: Any, corpus: Corpus, devices: int) -> dict[str, Any]:
     """What must be equal for a run to continue: model, settings, corpus and device count (it orders the sums)."""
     return {
-        "config": cfg.to_dict(),
-        "config_sha256": cfg.sha256(),
-        "settings": settings.to_dict(),
-        "corpus": corpus.summary(),
-        "devices": devices,
+        "config": cfg.to_dict(), "config_sha256": cfg.sha256(), "settings": settings.to_dict(),
+        "corpus": corpus.summary(), "devices": devices,
     }
 
 
 def _metrics(last: int, done: int, state: TrainState, output: StepOutput, pace: Pace) -> StepMetrics:
     average, switch_step = jax.device_get((state.answer_average, state.switch_step))
     return StepMetrics(
-        step=done,
-        steps=last,
-        loss=float(output.loss.total),
-        answer_loss=float(output.loss.answer),
-        text_loss=float(output.loss.text),
-        indexer_kl=float(output.loss.indexer_kl),
-        answer_average=float(average),
-        dense=bool(output.dense),
-        switch_step=int(switch_step) or None,
-        grad_norm=float(output.grad_norm),
-        learning_rate=float(output.learning_rate),
-        coverage=tuple(float(share) for share in output.coverage),
-        step_seconds=pace.last,
-        tokens_per_second=pace.tokens_per_second,
+        step=done, steps=last, loss=float(output.loss.total), answer_loss=float(output.loss.answer),
+        text_loss=float(output.loss.text), indexer_kl=float(output.loss.indexer_kl), answer_average=float(average),
+        dense=bool(output.dense), switch_step=int(switch_step) or None, grad_norm=float(output.grad_norm),
+        learning_rate=float(output.learning_rate), coverage=tuple(float(share) for share in output.coverage),
+        step_seconds=pace.last, tokens_per_second=pace.tokens_per_second,
         seconds_left=(last - done) * pace.step_seconds,
     )

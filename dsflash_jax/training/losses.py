@@ -38,15 +38,8 @@ def count_targets(answer_mask: jax.Array, text_mask: jax.Array) -> Counts:
 
 
 def loss_parts(
-    logits: jax.Array,
-    indexer_kl: jax.Array,
-    targets: jax.Array,
-    answer_mask: jax.Array,
-    text_mask: jax.Array,
-    counts: Counts,
-    *,
-    text_weight: float,
-    indexer_weight: float,
+    logits: jax.Array, indexer_kl: jax.Array, targets: jax.Array, answer_mask: jax.Array, text_mask: jax.Array,
+    counts: Counts, *, text_weight: float, indexer_weight: float,
 ) -> LossParts:
     """Answer CE + text_weight * text CE + indexer_weight * indexer KL.
 

@@ -26,11 +26,8 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
     """
     warmup = max(1, min(settings.warmup_steps, settings.steps // 2))
     return optax.warmup_cosine_decay_schedule(
-        init_value=settings.learning_rate / warmup,
-        peak_value=settings.learning_rate,
-        warmup_steps=warmup,
-        decay_steps=max(settings.steps, warmup + 1),
-        end_value=settings.final_share * settings.learning_rate,
+        init_value=settings.learning_rate / warmup, peak_value=settings.learning_rate, warmup_steps=warmup,
+        decay_steps=max(settings.steps, warmup + 1), end_value=settings.final_share * settings.learning_rate,
     )
 
 
@@ -49,9 +46,6 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
         optax.adamw(
-            learning_rate(settings),
-            b2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            mask=decay_mask,
+            learning_rate(settings), b2=settings.beta2, weight_decay=settings.weight_decay, mask=decay_mask,
         ),
     )

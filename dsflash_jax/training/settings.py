@@ -90,16 +90,8 @@ class TrainSettings:
                 f"context={self.context} exceeds max_position_embeddings={cfg.max_position_embeddings} of the model."
             )
         return TaskMix(
-            rows=self.rows,
-            context=self.context,
-            window=cfg.sliding_window,
-            recall=self.recall,
-            near=self.near,
-            needle=self.needle,
-            copy=self.copy,
-            pairs=self.pairs,
-            text_slots=self.text_slots,
-            patience=self.patience,
+            rows=self.rows, context=self.context, window=cfg.sliding_window, recall=self.recall, near=self.near,
+            needle=self.needle, copy=self.copy, pairs=self.pairs, text_slots=self.text_slots, patience=self.patience,
         )
 
 

@@ -61,12 +61,8 @@ def init_state(cfg: ModelConfig, settings: TrainSettings, model: Model) -> tuple
     """The state before the first step, and the model's buffers."""
     params, buffers = split_buffers(model.init(cfg, settings.seed))
     state = TrainState(
-        params=params,
-        opt_state=make_optimizer(settings).init(params),
-        step=jnp.int32(0),
-        answer_average=jnp.float32(jnp.nan),
-        dense=jnp.bool_(True),
-        switch_step=jnp.int32(0),
+        params=params, opt_state=make_optimizer(settings).init(params), step=jnp.int32(0),
+        answer_average=jnp.float32(jnp.nan), dense=jnp.bool_(True), switch_step=jnp.int32(0),
     )
     return state, buffers
 
@@ -92,12 +88,8 @@ def _build(cfg: ModelConfig, settings: TrainSettings, model: Model, mesh: Mesh) 
         done = state.step + 1
         switches = state.dense & ~dense & (done < settings.steps)  # after the last step nothing is selected any more
         new = TrainState(
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            step=done,
-            answer_average=average,
-            dense=dense,
-            switch_step=jnp.where(switches, done + 1, state.switch_step),
+            params=optax.apply_updates(state.params, updates), opt_state=opt_state, step=done, answer_average=average,
+            dense=dense, switch_step=jnp.where(switches, done + 1, state.switch_step),
         )
         return new, StepOutput(parts, coverage, optax.global_norm(grads), schedule(state.step), state.dense)
 
@@ -117,22 +109,12 @@ def _data_parallel_gradient(cfg: ModelConfig, settings: TrainSettings, model: Mo
 
         def loss(trained):
             out = model.forward(
-                {**trained, **buffers},
-                rows.tokens,
-                cfg,
-                dense=dense,
-                use_global=use_global,
+                {**trained, **buffers}, rows.tokens, cfg, dense=dense, use_global=use_global,
                 indexer_target=settings.indexer_target,
             )
             parts = loss_parts(
-                out.logits,
-                out.indexer_kl / devices,
-                rows.targets,
-                rows.answer_mask,
-                rows.text_mask,
-                counts,
-                text_weight=settings.text_weight,
-                indexer_weight=settings.indexer_weight,
+                out.logits, out.indexer_kl / devices, rows.targets, rows.answer_mask, rows.text_mask, counts,
+                text_weight=settings.text_weight, indexer_weight=settings.indexer_weight,
             )
             return parts.total, (parts, out.coverage / devices)
 
@@ -141,11 +123,7 @@ def _data_parallel_gradient(cfg: ModelConfig, settings: TrainSettings, model: Mo
 
     whole, by_rows = PartitionSpec(), PartitionSpec("data")
     return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(whole, whole, by_rows, whole, whole),
-        out_specs=whole,
-        check_vma=False,
+        on_device, mesh=mesh, in_specs=(whole, whole, by_rows, whole, whole), out_specs=whole, check_vma=False,
     )
 
 

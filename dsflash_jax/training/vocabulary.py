@@ -13,7 +13,7 @@ VOCAB_SIZE = FIRST_VALUE + VALUE_TOKENS
 
 DOCUMENT_BORDER = 0x00  # NUL, does not occur in source text
 DRAFT_NOISE = 0x01  # stands for the tokens of a draft block that are still to be drafted; not in source text either
-NON_ASCII = 0x1A  # ASCII "substitute": one token per character outside ASCII
+NON_ASCII = 0x1A        # ASCII "substitute": one token per character outside ASCII
 
 
 def encode_bytes(utf8: bytes) -> np.ndarray:

@@ -112,15 +112,9 @@ def test_no_committed_text_names_a_path_of_one_machine():
     assert {"README.md", ".ci/run", "LICENSE", Path(__file__).relative_to(ROOT).as_posix()} <= names
 
 
-@pytest.mark.parametrize(
-    ("before", "folder", "after"),
-    [
-        ("see ", "work", "/x"),
-        ("`", "home", "/me/data`"),
-        ("(", "tmp", "/out)"),
-        ("at ", "opt", "/venv/bin/python"),
-    ],
-)
+@pytest.mark.parametrize(("before", "folder", "after"), [
+    ("see ", "work", "/x"), ("`", "home", "/me/data`"), ("(", "tmp", "/out)"), ("at ", "opt", "/venv/bin/python"),
+])
 def test_a_machine_path_is_found(before, folder, after):
     """Put together here, so that this file holds none."""
     assert machine_paths(before + "/" + folder + after)

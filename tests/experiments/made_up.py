@@ -49,30 +49,16 @@ def row(schedule, seed=0, near=1.0, far=1.0, group="main", **changes):
     encoder, decoder = schedule or (None, None)
     curves = {"all": curve(near, far), "aligned": curve(near, far), "split": curve(near, max(0.0, far - 0.03))}
     found = {
-        "group": group,
-        "encoder": encoder,
-        "decoder": decoder,
-        "seed": seed,
-        "config_sha256": "0" * 64,
-        "parameters": 250_000,
-        "lag_classes": CLASSES,
-        "bits_per_byte": 2.6 + 0.01 * seed,
-        "recall": recall(near, far),
+        "group": group, "encoder": encoder, "decoder": decoder, "seed": seed, "config_sha256": "0" * 64,
+        "parameters": 250_000, "lag_classes": CLASSES, "bits_per_byte": 2.6 + 0.01 * seed, "recall": recall(near, far),
         "recall_by_lag": curves,
-        "far_by_row": far_by_row(far),
-        "bits_by_row": [2.6 + 0.01 * seed + 0.1 * (n % 5 - 2) for n in range(64)],
-        "informed_guess": {name: 0.14 for name in ("near", "mid", "relay", "far")},
-        "evaluation": EVALUATION,
+        "far_by_row": far_by_row(far), "bits_by_row": [2.6 + 0.01 * seed + 0.1 * (n % 5 - 2) for n in range(64)],
+        "informed_guess": {name: 0.14 for name in ("near", "mid", "relay", "far")}, "evaluation": EVALUATION,
         "kv_bytes": kv_bytes(schedule),
         "decode_seconds": [{"context": 128, "steps": 64, "median": 5e-4, "p10": 4e-4, "p90": 6e-4}],
         "unrounded": {"bits_per_byte": 2.5, "recall": recall(near, far)},
-        "steps": 800,
-        "switch_step": 300,
-        "train_seconds": 60.0,
-        "compile_seconds": 12.0,
-        "tokens_per_second": 27_000.0,
-        "solved_at_step": 400 if far >= 0.95 else None,
-        "solved_after_seconds": 31.0 if far >= 0.95 else None,
+        "steps": 800, "switch_step": 300, "train_seconds": 60.0, "compile_seconds": 12.0, "tokens_per_second": 27_000.0,
+        "solved_at_step": 400 if far >= 0.95 else None, "solved_after_seconds": 31.0 if far >= 0.95 else None,
         "probes": [],
     }
     if schedule:
@@ -108,16 +94,12 @@ def manifest():
         "machine": {"cores": 2, "processor": "a processor", "jax_devices": 2},
         "sessions": [
             {
-                "started": "2026-01-01T00:00:00+00:00",
-                "git": {"commit": "c" * 40, "modified": False},
-                "elapsed_seconds": 1800.0,
-                "finished": None,
+                "started": "2026-01-01T00:00:00+00:00", "git": {"commit": "c" * 40, "modified": False},
+                "elapsed_seconds": 1800.0, "finished": None,
             },
             {
-                "started": "2026-01-01T01:00:00+00:00",
-                "git": {"commit": "d" * 40, "modified": False},
-                "elapsed_seconds": 900.0,
-                "finished": "2026-01-01T01:15:00+00:00",
+                "started": "2026-01-01T01:00:00+00:00", "git": {"commit": "d" * 40, "modified": False},
+                "elapsed_seconds": 900.0, "finished": "2026-01-01T01:15:00+00:00",
             },
         ],
     }

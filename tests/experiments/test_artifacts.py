@@ -46,9 +46,7 @@ def test_a_run_gets_a_folder_named_by_time_and_plan(tmp_path):
 
 def test_only_a_resumable_run_continues_the_newest_unfinished_folder_of_its_plan(tmp_path):
     for name, plan, finished in (
-        ("20260101", PLAN, False),
-        ("20260102", PLAN, True),
-        ("20260103", {**PLAN, "mode": "default"}, False),
+        ("20260101", PLAN, False), ("20260102", PLAN, True), ("20260103", {**PLAN, "mode": "default"}, False),
     ):
         artifacts.open_folder(tmp_path / name, tmp_path, plan, resume=False)
         if finished:
@@ -147,8 +145,7 @@ def test_evidence_is_the_small_files_of_a_finished_run(tmp_path):
 def test_other_runs_are_no_evidence(tmp_path, capsys):
     target = tmp_path / "evidence"
     for change, message in (
-        ({"status": "not a result"}, "cannot be evidence"),
-        ({"size": 450_000}, "bytes of evidence, at most 450,000"),
+        ({"status": "not a result"}, "cannot be evidence"), ({"size": 450_000}, "bytes of evidence, at most 450,000"),
         ({"git": {**COMMIT, "modified": True}}, r"session 1 was made from a modified tree \(commit c{12} with local"),
         ({"git": None}, "was made outside a checkout: its commit is unknown"),
     ):

@@ -146,14 +146,8 @@ class _Layer(Block):
         """Add the entry that this token completes, if any, to the main rows and the index keys."""
         c, w = self.c, self.w.under("attn.compressor.")
         latents, self.open_group = compressor.compress(
-            x[None],
-            position,
-            self.open_group,
-            w["wkv.weight"],
-            w.get("wgate.weight"),
-            w["norm.weight"],
-            self.ratio,
-            c["norm_eps"],
+            x[None], position, self.open_group, w["wkv.weight"], w.get("wgate.weight"), w["norm.weight"],
+            self.ratio, c["norm_eps"],
         )
         self.open_groups.append(self.open_group)
         w = self.w.under("attn.indexer.")

@@ -24,14 +24,7 @@ def test_bucket_edges_follow_from_window_and_depth():
     # one more, and the value itself stands one after its key: 62 tokens back can be relayed, 63 cannot.
     names = ["near", "mid", "relay", "far"]
     assert [names[i] for i in BUCKETS.of(np.array([2, 15, 16, 32, 33, 62, 63, 127]))] == [
-        "near",
-        "near",
-        "mid",
-        "mid",
-        "relay",
-        "relay",
-        "far",
-        "far",
+        "near", "near", "mid", "mid", "relay", "relay", "far", "far",
     ]
 
 
@@ -47,11 +40,7 @@ def test_recall_counts_only_what_was_asked():
     result = recall(correct, asked, lag, aligned, BUCKETS)
     assert result.overall == (2, 3)
     assert {name: tuple(share) for name, share in result.by_bucket.items()} == {
-        "near": (1, 1),
-        "mid": (0, 1),
-        "relay": (0, 0),
-        "far": (1, 1),
-    }
+        "near": (1, 1), "mid": (0, 1), "relay": (0, 0), "far": (1, 1)}
     assert tuple(result.by_alignment["aligned"]) == (1, 2)
     assert tuple(result.by_both["far"]["split"]) == (1, 1)
     assert result.by_bucket["relay"].value is None
@@ -80,10 +69,7 @@ def test_bins_cover_every_lag_once_at_any_context(context):
 def test_wilson_interval_is_that_of_the_books():
     # Newcombe (1998), Statistics in Medicine 17, table I, method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
     for correct, asked, low, high in (
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
+        (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718),
     ):
         found = wilson(correct, asked)
         assert found.value == correct / asked

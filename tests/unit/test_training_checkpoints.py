@@ -11,11 +11,8 @@ from dsflash_jax.training import checkpoints
 
 PARAMS = {"layers": {0: {"w": jnp.arange(12.0).reshape(3, 4) / 7}, 1: {"w": jnp.ones((2, 2), jnp.bfloat16) / 3}}}
 TREE = {
-    "params": PARAMS,
-    "opt_state": optax.adamw(1e-3).init(PARAMS),
-    "step": jnp.int32(4),
-    "average": jnp.float32(np.nan),
-    "dense": jnp.bool_(True),
+    "params": PARAMS, "opt_state": optax.adamw(1e-3).init(PARAMS), "step": jnp.int32(4),
+    "average": jnp.float32(np.nan), "dense": jnp.bool_(True),
 }
 FACTS = {"config": {"ratios": (1, 2), "scale": 0.1, "rope": None}, "devices": 2}
 

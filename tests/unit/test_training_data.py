@@ -120,16 +120,13 @@ def test_a_batch_splits_into_equal_parts_in_order():
         split_batch(batch, 24)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"context": 16}, "context=16 is too short: 8 pairs need at least 32"),
-        ({"pairs": 33}, "pairs=33 must lie between 1 and the number of keys, 32"),
-        ({"recall": 0.8, "needle": 0.4}, "exceeds 1"),
-        ({"rows": 0}, "rows=0 must be at least 1"),
-        ({"text_slots": -0.1}, "text_slots=-0.1 must lie between 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"context": 16}, "context=16 is too short: 8 pairs need at least 32"),
+    ({"pairs": 33}, "pairs=33 must lie between 1 and the number of keys, 32"),
+    ({"recall": 0.8, "needle": 0.4}, "exceeds 1"),
+    ({"rows": 0}, "rows=0 must be at least 1"),
+    ({"text_slots": -0.1}, "text_slots=-0.1 must lie between 0 and 1"),
+])
 def test_a_mix_that_cannot_be_made_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         TaskMix(**{"rows": 4, "context": 64, "window": 8, "recall": 0.75, **change})

@@ -198,11 +198,8 @@ def test_refusals_come_before_any_work(tmp_path):
 def test_a_diverged_run_stops_and_writes_no_checkpoint(tmp_path):
     def explode(params, *arguments, **flags):
         out = forward(params, *arguments, **flags)
-        return out._replace(
-            logits=jnp.where(
-                params["embed"]["weight"][0, 0] == init(CFG, 0)["embed"]["weight"][0, 0], out.logits, jnp.nan
-            )
-        )
+        return out._replace(logits=jnp.where(params["embed"]["weight"][0, 0] == init(CFG, 0)["embed"]["weight"][0, 0],
+                                             out.logits, jnp.nan))
 
     with pytest.raises(FloatingPointError, match="at step 2 is not finite"):
         run_to_end(train(CFG, SETTINGS, CORPUS, tmp_path, model=Model(init, explode), checkpoint_every=2))

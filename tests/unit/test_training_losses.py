@@ -17,13 +17,8 @@ TEXT = ~ANSWER & (RNG.random((4, 6)) < 0.5)
 def parts(rows=slice(None), counts=None, kl=0.5):
     masks = ANSWER[rows], TEXT[rows]
     return loss_parts(
-        LOGITS[rows],
-        jnp.float32(kl),
-        TARGETS[rows],
-        *masks,
-        counts or count_targets(*masks),
-        text_weight=0.3,
-        indexer_weight=2.0,
+        LOGITS[rows], jnp.float32(kl), TARGETS[rows], *masks, counts or count_targets(*masks),
+        text_weight=0.3, indexer_weight=2.0,
     )
 
 
@@ -58,13 +53,6 @@ def test_a_kind_without_targets_costs_nothing():
     nothing = np.zeros_like(ANSWER)
     counts = count_targets(nothing, TEXT)
     result = loss_parts(
-        LOGITS,
-        jnp.float32(0),
-        TARGETS,
-        nothing,
-        TEXT,
-        counts,
-        text_weight=1.0,
-        indexer_weight=1.0,
+        LOGITS, jnp.float32(0), TARGETS, nothing, TEXT, counts, text_weight=1.0, indexer_weight=1.0,
     )
     assert float(result.answer) == 0.0 and float(result.total) == float(result.text) > 0

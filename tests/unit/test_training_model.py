@@ -17,13 +17,8 @@ from dsflash_jax.training.vocabulary import VOCAB_SIZE
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 CFG = ModelConfig.from_json(TINY).replace(
-    vocab_size=VOCAB_SIZE,
-    num_hidden_layers=3,
-    compress_ratios=(0, 2, 1),
-    kv_source_layer_ids=(1, 2),
-    index_source_layer_ids=(1, 2),
-    candidate_source_layer_id=-1,
-    token_shift=True,
+    vocab_size=VOCAB_SIZE, num_hidden_layers=3, compress_ratios=(0, 2, 1), kv_source_layer_ids=(1, 2),
+    index_source_layer_ids=(1, 2), candidate_source_layer_id=-1, token_shift=True,
 )
 CORPUS = build_corpus((f"file{i}.py", f"def f{i}(x):\n    return x + {i}\n".encode() * 20) for i in range(30))
 SETTINGS = TrainSettings(steps=4, rows=4, context=32, pairs=4, dense_until=100.0)  # top-k from the second step on

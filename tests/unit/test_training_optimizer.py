@@ -10,15 +10,11 @@ from dsflash_jax.training.settings import TrainSettings
 
 PARAMS = {
     "embed": {"weight": jnp.ones((4, 2))},
-    "layers": {
-        0: {
-            "attn": {"attn_sink": jnp.ones(2), "q_norm": {"weight": jnp.ones(2)}, "wo_a": jnp.ones((2, 2))},
-            "hc_attn_fn": jnp.ones((2, 2)),
-            "hc_attn_base": jnp.ones((2, 2)),
-            "hc_attn_scale": jnp.ones(3),
-            "ffn": {"gate": {"weight": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
-        }
-    },
+    "layers": {0: {
+        "attn": {"attn_sink": jnp.ones(2), "q_norm": {"weight": jnp.ones(2)}, "wo_a": jnp.ones((2, 2))},
+        "hc_attn_fn": jnp.ones((2, 2)), "hc_attn_base": jnp.ones((2, 2)), "hc_attn_scale": jnp.ones(3),
+        "ffn": {"gate": {"weight": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
+    }},
     "token_shift": jnp.zeros(2),
 }
 
@@ -27,16 +23,10 @@ def test_only_matrices_decay():
     mask = decay_mask(PARAMS)
     layer = mask["layers"][0]
     assert mask["embed"]["weight"] and layer["attn"]["wo_a"] and layer["hc_attn_fn"] and layer["ffn"]["gate"]["weight"]
-    assert not any(
-        [
-            layer["attn"]["attn_sink"],
-            layer["attn"]["q_norm"]["weight"],
-            layer["hc_attn_base"],
-            layer["hc_attn_scale"],
-            layer["ffn"]["gate"]["bias"],
-            mask["token_shift"],
-        ]
-    )
+    assert not any([
+        layer["attn"]["attn_sink"], layer["attn"]["q_norm"]["weight"], layer["hc_attn_base"], layer["hc_attn_scale"],
+        layer["ffn"]["gate"]["bias"], mask["token_shift"],
+    ])
 
 
 def test_decay_alone_shrinks_a_matrix_and_leaves_a_norm():
@@ -77,19 +67,16 @@ def test_rope_tables_are_buffers():
     assert set(trained) == set(PARAMS) and set(buffers) == {"freqs"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, "steps=0 must be at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
-        ({"final_share": 1.5}, "final_share=1.5 must lie between 0 and 1"),
-        ({"average_decay": 1.5}, "average_decay=1.5 must be at least 0 and below 1"),
-        ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
-        ({"weight_decay": float("inf")}, "weight_decay=inf must be finite and not negative"),
-        ({"seed": -1}, "seed=-1 must not be negative"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"steps": 0}, "steps=0 must be at least 1"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+    ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+    ({"final_share": 1.5}, "final_share=1.5 must lie between 0 and 1"),
+    ({"average_decay": 1.5}, "average_decay=1.5 must be at least 0 and below 1"),
+    ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+    ({"weight_decay": float("inf")}, "weight_decay=inf must be finite and not negative"),
+    ({"seed": -1}, "seed=-1 must not be negative"),
+])
 def test_bad_settings_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         TrainSettings(**change)
