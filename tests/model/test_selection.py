@@ -1,6 +1,7 @@
 """What a step selects does not depend on how much it scores: a whole table, a prefix of it, a pool's keys alone."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -96,6 +97,25 @@ def test_masks_and_lists_select_the_same():
                     picked = [row[row >= 0].tolist() for row in lists]
                     assert [np.flatnonzero(row).tolist() for row in mask] == picked
             assert served.selected_TxE is not None and (layer == 5 or served.pool_TxB is not None)
+
+
+def test_a_cpu_sorts_nothing_where_masks_are_read():
+    """With the platform's choice a step carries lists, for kernels, beside the masks; whoever reads none pays none."""
+    cfg = running.tiny(implementation="")
+    role, step = layer_roles(cfg)[4], make_step([Chunk(0, [1] * 16, 0, [0, 1, 2, 3])], cfg, rows=16, seqs=1, pages=4)
+    shape = (16, cfg.index_n_heads, cfg.index_head_dim)
+    query = Query(np.zeros(shape, np.float32), np.zeros(shape[:2], np.float32))
+
+    def program(read):
+        def run(query, step, pages):
+            return read(select(query, Published(), step, make_tiles(step, 16), pages, role, cfg))
+
+        pages = jax.ShapeDtypeStruct((4, cache_layout(cfg).page_bytes), np.uint8)
+        return jax.jit(run).lower(query, step, pages).compile().as_text()
+
+    sorts = re.compile(r"TopK|\bsort\(")
+    assert not sorts.search(program(lambda p: (p.selected_TxE, p.pool_TxB)))
+    assert sorts.search(program(lambda p: p.selection_TxK)), "what the first line looks for"
 
 
 # Six blocks for four entries: the kernels find the top-k of the candidate source without a matrix of its scores.
