@@ -17,10 +17,9 @@ from dsflash_jax.cache.addressing import paged_rows
 from dsflash_jax.cache.layout import cache_layout
 from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.select_forms import Forms, Query
-from dsflash_jax.modules.select_plain import pool_entries
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
-from dsflash_jax.ops.indexer import block_entries, block_mask
+from dsflash_jax.ops.indexer import block_entries, block_mask, pool_entries
 from dsflash_jax.roles import LayerRole
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
 from pallas_kernels.candidate_scores.api import candidate_scores

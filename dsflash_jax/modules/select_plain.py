@@ -14,7 +14,7 @@ from dsflash_jax.config import ModelConfig
 from dsflash_jax.modules.select_forms import Forms, Query, table_entries
 from dsflash_jax.modules.step_index import Tiles
 from dsflash_jax.ops.compressor import visible_entries
-from dsflash_jax.ops.indexer import block_mask
+from dsflash_jax.ops.indexer import block_mask, pool_entries
 from dsflash_jax.ops.topk import listed, topk_mask
 from dsflash_jax.roles import LayerRole, kv_owners
 from dsflash_jax.types import GLOBAL_GROUP, Published, StepInfo
@@ -123,12 +123,6 @@ def _select_in_pool(q, weights, keys: PagedRows, blocks, visible, cfg: ModelConf
     options = {"score_dtype": cfg.score_dtype, "scratch_bytes": cfg.scratch_bytes, **_XLA}
     scores = candidate_scores(q, weights, keys, blocks, visible, block_size=size, **options)
     return pool_entries(topk_select(scores, cfg.index_topk, **_XLA), blocks, size)
-
-
-def pool_entries(picked: jax.Array, blocks: jax.Array, block_size: int) -> jax.Array:
-    """Entries that the positions `picked` [T, K] (-1 = none) among the entries of the blocks [T, C] stand for."""
-    block = jnp.take_along_axis(blocks, jnp.maximum(picked, 0) // block_size, axis=-1)
-    return jnp.where(picked >= 0, block * block_size + picked % block_size, -1)
 
 
 def _stale_scores(scores, q, weights, positions, start, keys: PagedRows, role: LayerRole, cfg: ModelConfig):

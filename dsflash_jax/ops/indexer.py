@@ -25,3 +25,9 @@ def block_entries(blocks: jax.Array, block_size: int) -> jax.Array:
     """Entries of the listed blocks, ascending: [B, C] -> int32[B, C * block_size], -1 for absent blocks."""
     entries = blocks[..., None] * block_size + jnp.arange(block_size)
     return jnp.where(blocks[..., None] < 0, -1, entries).reshape(blocks.shape[0], -1)
+
+
+def pool_entries(picked: jax.Array, blocks: jax.Array, block_size: int) -> jax.Array:
+    """Entries that the positions `picked` [T, K] (-1 = none) among the entries of the blocks [T, C] stand for."""
+    block = jnp.take_along_axis(blocks, jnp.maximum(picked, 0) // block_size, axis=-1)
+    return jnp.where(picked >= 0, block * block_size + picked % block_size, -1)

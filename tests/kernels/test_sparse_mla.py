@@ -160,7 +160,7 @@ def test_a_run_reads_one_slice_per_tile(scratch):
                  format="mxfp8", width=D, offset=0, rows_per_page=12, row_bytes=rows.shape[1])  # fmt: skip
     paged = PagedRows(*(jnp.asarray(plain[k]) for k in ("arena", "table", "seq")), RowLayout("mxfp8", D, 0, 12))
     q, sink = rng.normal(size=(6, H, D)).astype(np.float32), np.zeros(H, np.float32)
-    ours = run(jnp.asarray(q), (RowSet(paged, jnp.asarray(index), True),), jnp.asarray(sink), "xla", tiles=TILES,
+    ours = run(jnp.asarray(q), (RowSet(paged, jnp.asarray(index), run=True),), jnp.asarray(sink), "xla", tiles=TILES,
                scratch_bytes=scratch)  # fmt: skip
     np.testing.assert_allclose(ours, oracle(q, [plain], sink, SCALE), rtol=2e-5, atol=2e-5)
 

@@ -58,9 +58,10 @@ def test_every_array_equals_the_reference(name):
 
 
 @pytest.mark.slow
-def test_the_interpreted_kernels_reproduce_the_reference_end_to_end():
-    """A prefill chunk and twelve decode steps of A, every op through its Triton kernel: discrete arrays identical."""
-    trace = load_trace(GOLDEN / "A.f32.npz")
+@pytest.mark.parametrize("name", ["A.f32", "G.f32"])
+def test_the_interpreted_kernels_reproduce_the_reference_end_to_end(name):
+    """A prefill chunk and decode steps, every op through its Triton kernel; G has packed weights. Lists are identical."""
+    trace = load_trace(GOLDEN / f"{name}.npz")
     kernels = trace.cfg.replace(implementation="pallas_triton", interpret=True)
     verdicts = verdicts_of(compare(dataclasses.replace(trace, cfg=kernels)))
     assert not [v for v in verdicts if not v.passed]

@@ -220,7 +220,9 @@ def test_a_long_chunk_writes_each_ring_row_once(window_layer, monkeypatch):
 
     monkeypatch.setattr("dsflash_jax.modules.window.kv_insert", recording)
     attention_of(layer, params, np.ones((16, cfg.hidden_size), np.float32), compiled=False)
-    assert len(targets) == 1 and len(targets[0]) == len(set(targets[0])) == cache_layout(cfg).ring_rows
+    chunk, ring = targets
+    assert len(ring) == len(set(ring)) == cache_layout(cfg).ring_rows
+    assert len(chunk) == len(set(chunk)) == 16, "in between all rows are kept: the first see what the last overwrite"
 
 
 def test_shifting_all_positions_changes_nothing(window_layer):
