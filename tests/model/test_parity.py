@@ -58,9 +58,9 @@ def test_every_array_equals_the_reference(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["A.f32", "G.f32"])
+@pytest.mark.parametrize("name", ["A.f32", "F.f32", "G.f32"])
 def test_the_interpreted_kernels_reproduce_the_reference_end_to_end(name):
-    """A prefill chunk and decode steps, every op through its Triton kernel; G has packed weights. Lists are identical."""
+    """Prefill chunk and decode steps, every op through its Triton kernel; F has all parts, G packed weights."""
     trace = load_trace(GOLDEN / f"{name}.npz")
     kernels = trace.cfg.replace(implementation="pallas_triton", interpret=True)
     verdicts = verdicts_of(compare(dataclasses.replace(trace, cfg=kernels)))
