@@ -12,7 +12,7 @@ from dsflash_jax.batch import Chunk, make_step
 from dsflash_jax.cache.model_cache import ModelCache
 from tests.model import running
 
-CFG = running.shallow(window_format="fp32", implementation="")
+CFG = running.shallow(window_format="fp32")
 POOLS = ("pages", "ring", "state")
 
 
@@ -27,12 +27,14 @@ def pointers(cache):
 
 @pytest.mark.smoke
 def test_repeated_decode_never_retraces_and_never_moves_a_pool():
-    params, cache = running.parameters(CFG), ModelCache.empty(CFG, 64, 4)
-    _, cache = steps.decode(params, cache, decode_step(0), CFG)
+    """With the ops' implementations left to the platform, as by default."""
+    cfg = CFG.replace(implementation="")
+    params, cache = running.parameters(cfg), ModelCache.empty(cfg, 64, 4)
+    _, cache = steps.decode(params, cache, decode_step(0), cfg)
     before, compiled = pointers(cache), steps._step._cache_size()
     for position in range(1, 24):
-        _, cache = steps.decode(params, cache, decode_step(position, token=position), CFG)
-    _, cache = steps.decode(params, cache, decode_step(0, slot=1), CFG)
+        _, cache = steps.decode(params, cache, decode_step(position, token=position), cfg)
+    _, cache = steps.decode(params, cache, decode_step(0, slot=1), cfg)
     assert steps._step._cache_size() == compiled, "a decode call compiled again"
     assert pointers(cache) == before, "a pool was copied"
 
