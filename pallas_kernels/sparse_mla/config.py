@@ -47,7 +47,7 @@ def default_config(queries: int, heads: int, picks: Sequence[int], layouts: Sequ
     splits = 10 if queries <= 8 else 2 if queries <= 64 else 1
     nibbles = has_nibbles(layouts)
     # Chosen because they compile without spilled registers for every case and GPU; not timed.
-    untimed = SparseMlaConfig(block_rows=16, chunks=4) if nibbles else SparseMlaConfig()
+    untimed = SparseMlaConfig(block_rows=16) if nibbles else SparseMlaConfig()
     config = tuned(SparseMlaConfig, "sparse_mla", bucket(queries, layouts), dataclasses.replace(untimed, splits=splits))
     least, chunks = 2 if nibbles else 1, config.chunks
     while chunks > least and layouts[0].width // chunks < _SMALLEST_CHUNK:
