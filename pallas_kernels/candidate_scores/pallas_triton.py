@@ -64,7 +64,7 @@ def _kernel(
     inside = place < count
     # Every entry reads its block's number: the list is small and cached, and repeating it would cost a layout change.
     at = jnp.full(slot.shape, query, jnp.int32), jnp.where(inside, place, 0)
-    block = common.load_rows_of(block_ref, *at, inside, -1)
+    block = common.load_at(block_ref, at, inside, -1)
     entry = block * block_size + slot % block_size
     seen = (block >= 0) & (entry < visible_ref[query])
     keys = load_keys(arena_ref, table_ref, seq_ref[query], jnp.where(seen, entry, -1), layout, unit, q_ref.dtype)

@@ -54,12 +54,12 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def load_columns(ref: Any, page: jax.Array, start: jax.Array, width: int, mask: jax.Array, step: int = 1) -> jax.Array:
-    """ref[page, start + step * (0..width-1)] for rows [N] of a 2-D reference: [N, width], 0 where mask [N] is False.
+def load_columns(ref: Any, page: jax.Array, start: jax.Array, width: int, mask: jax.Array) -> jax.Array:
+    """ref[page, start + (0..width-1)] for rows [N] of a 2-D reference: [N, width], 0 where mask [N] is False.
 
     All indices are arrays: interpretation has no masked load that mixes arrays and slices.
     """
-    columns = start[:, None] + step * jnp.arange(width, dtype=jnp.int32)[None, :]
+    columns = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     pages = jnp.broadcast_to(page[:, None], columns.shape)
     other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
     return pltriton.load(ref.at[pages, columns], mask=jnp.broadcast_to(mask[:, None], columns.shape), other=other)
@@ -160,16 +160,11 @@ def grid_reasons(what: str, count: int) -> list[str]:
     return [f"{count:,} {what} are more than the {GRID_LIMIT:,} of a grid axis"] if count > GRID_LIMIT else []
 
 
-def load_rows_of(ref: Any, rows: jax.Array, columns: jax.Array, mask: jax.Array, other: Any) -> Any:
-    """ref[rows, columns] for index arrays of one shape, `other` where mask is False."""
-    return pltriton.load(ref.at[rows, columns], mask=mask, other=other)
+def load_at(ref: Any, at: Sequence[jax.Array], mask: jax.Array, other: Any) -> Any:
+    """ref[at] for index arrays of one shape and any rank of reference, `other` where mask is False."""
+    return pltriton.load(ref.at[tuple(at)], mask=mask, other=other)
 
 
 def scatter(ref: Any, at: Sequence[jax.Array], value: jax.Array, mask: jax.Array) -> None:
     """ref[at] = value where mask; masked lanes must aim at an address that nothing else writes."""
     pltriton.store(ref.at[tuple(at)], value, mask=mask)
-
-
-def load_at(ref: Any, at: Sequence[jax.Array], mask: jax.Array, other: Any) -> Any:
-    """ref[at] for index arrays of one shape and any rank of reference, `other` where mask is False."""
-    return pltriton.load(ref.at[tuple(at)], mask=mask, other=other)

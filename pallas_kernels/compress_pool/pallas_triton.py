@@ -103,7 +103,7 @@ def _masked(ref, row: jax.Array, valid: jax.Array, column: jax.Array) -> jax.Arr
     """ref[row, column] as [rows, columns], 0 where a row is not valid."""
     shape = (row.shape[0], column.shape[0])
     at = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)
-    return common.load_rows_of(ref, *at, jnp.broadcast_to(valid[:, None], shape), 0.0)
+    return common.load_at(ref, at, jnp.broadcast_to(valid[:, None], shape), 0.0)
 
 
 def _keep(rows_ref, _, __, *refs, places: int, block: int, place):

@@ -106,7 +106,7 @@ def _packed(insert, layout, rope: int, row: jax.Array, interpret: bool) -> tuple
         pair = _grid(groups, group // 2) - (layout.width - rope) // 2
         rotates = pair >= 0
         at = jnp.full_like(pair, row), jnp.maximum(pair, 0)
-        cos, sin = (common.load_rows_of(ref, *at, rotates, 0.0) for ref in (cos_ref, sin_ref))
+        cos, sin = (common.load_at(ref, at, rotates, 0.0) for ref in (cos_ref, sin_ref))
         turned = [encode.round_to(part, values_ref.dtype) for part in encode.rotate(even, odd, cos, sin, exact)]
         even, odd = jnp.where(rotates, turned[0], even), jnp.where(rotates, turned[1], odd)
     (even, odd), scales = encode.quantise([even, odd], fmt, exact)

@@ -96,4 +96,4 @@ def _tile(ref, row: jax.Array, column: jax.Array, width: int, other) -> jax.Arra
     shape = (row.shape[0], column.shape[0])
     inside = jnp.broadcast_to((column < width)[None], shape)
     at = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None], shape)
-    return common.load_rows_of(ref, *at, inside, other)
+    return common.load_at(ref, at, inside, other)

@@ -81,8 +81,8 @@ def _kernel(*refs, names: tuple[str, ...], width: int, k: int, block: int, bits:
     lane = jnp.arange(block, dtype=jnp.int32)
     at = jnp.full((block,), row, jnp.int32), part * block + lane
     inside = at[1] < width
-    score = common.load_rows_of(ref["score"], *at, inside, float("-inf"))
-    position = common.load_rows_of(ref["position"], *at, inside, -1) if "position" in ref else at[1]
+    score = common.load_at(ref["score"], at, inside, float("-inf"))
+    position = common.load_at(ref["position"], at, inside, -1) if "position" in ref else at[1]
     key = _key(score)
     if "pinned" in ref:
         # A position of -1 is padding between the rounds, a pin of -1 none, a pin behind the row none either.
