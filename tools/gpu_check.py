@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -52,6 +51,7 @@ def main() -> int:
     clock = Clock(options.minutes)
     import jax
 
+    from pallas_kernels.aot.tables import git_sha
     from pallas_kernels.bench import device_rates
     from pallas_kernels.cases import all_cases
     from pallas_kernels.common.devices import current_target
@@ -61,7 +61,7 @@ def main() -> int:
         return 2
     cases = [case for case in all_cases() if not options.op or case.op in options.op]
     result: dict[str, Any] = {"started": _now(), "device": current_target().kind, "interpreted": options.cpu}
-    result |= {"git_sha": _git_sha(), "rehearsal": options.cpu}
+    result |= {"git_sha": git_sha(), "rehearsal": options.cpu}
     result["correctness"] = list(_correctness(cases, options.cpu, clock))
     rates = device_rates(2**24, 512) if options.cpu else device_rates()
     result["rates"] = rates._asdict()
@@ -153,6 +153,7 @@ def _sweep(cases: list, cpu: bool, rates: Any, clock: Clock) -> Iterator[dict[st
 
 def _write_tuned(sweep: list[dict[str, Any]]) -> None:
     """The fastest config of every swept bucket, into the table of this device; other buckets keep what they have."""
+    from pallas_kernels.aot.tables import git_sha
     from pallas_kernels.common.devices import current_target
     from pallas_kernels.common.tiles import tuned_table
 
@@ -162,7 +163,7 @@ def _write_tuned(sweep: list[dict[str, Any]]) -> None:
     table = json.loads(json.dumps(tuned_table(device.slug)))  # a copy
     for row in sorted((r for r in sweep if "steady_us" in r), key=lambda r: -r["steady_us"]):
         table.setdefault("ops", {}).setdefault(row["op"], {})[row["bucket"]] = row["fields"]
-    table["source"] = f"tools/gpu_check.py on {current_target().kind}, {_now()}, {_git_sha()}"
+    table["source"] = f"tools/gpu_check.py on {current_target().kind}, {_now()}, {git_sha()}"
     _write(ROOT / "pallas_kernels" / "tuned" / f"{device.slug}.json", table)
 
 
@@ -177,11 +178,6 @@ def _targets(timings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _short(problem: Exception) -> str:
     text = "".join(traceback.format_exception_only(problem)).strip()
     return text.splitlines()[-1][:300]
-
-
-def _git_sha() -> str | None:
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return run.stdout.strip() or None
 
 
 def _now() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,10 @@ def broken_rules(report: dict[str, Any], budget: Budget, device: Device) -> list
 
 
 def write_table(path: Path, device: Device, rows: list[dict[str, Any]]) -> None:
-    """Writes one architecture's table with the versions of the compilers; it appears whole or not at all."""
+    """Writes one architecture's table with date, commit and compilers; it appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = {"arch": device.arch, "device": device.kind, "versions": versions(), "rows": rows}
+    facts = {"arch": device.arch, "device": device.kind, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    table = facts | {"git_sha": git_sha(), "versions": versions(), "rows": rows}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         json.dump(table, file, indent=1)
         file.write("\n")
@@ -59,3 +62,18 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def git_sha() -> str | None:
+    """Commit of this checkout, "-modified" behind it where tracked files differ; None where it is none."""
+    here = Path(__file__)
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True, timeout=20)
+        return run.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie inside somebody else's checkout
+        return git("rev-parse", "HEAD") + ("-modified" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
