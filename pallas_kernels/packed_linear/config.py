@@ -33,6 +33,8 @@ def default_config(rows: int, inputs: int, outputs: int, kind: str) -> LinearCon
     tile = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     # Few outputs leave most of a GPU idle unless several programs share the inputs.
     default = LinearConfig(rows=tile, splits=1 if outputs >= 16_384 or inputs < 2_048 else 4)
+    if tile == 128:  # sums of that many rows spill in four warps, beside 128 inputs also in eight (sm_80, compiled)
+        default = dataclasses.replace(default, inputs=64, num_warps=8)
     return tuned(LinearConfig, "packed_linear", bucket(rows, inputs, outputs, kind), default)
 
 
