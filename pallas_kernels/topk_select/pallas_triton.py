@@ -27,8 +27,8 @@ def unsupported(scores: jax.Array, k: int, config: TopkConfig) -> tuple[str, ...
     """Why the kernel cannot serve the call; empty if it can."""
     reasons = []
     block = _block(scores.shape[1], config)
-    if scores.shape[1] > block and 2 * (k + 1) > block:
-        reasons.append(f"k={k} of rows longer than block={block} must be less than half a block")
+    if scores.shape[1] > block and 2 * k > block:
+        reasons.append(f"k={k} of rows longer than block={block} must be at most half a block")
     # Prefix sums and layout changes pass the block through shared memory.
     reasons += shared_memory_reasons(f"block={block}", 4 * block)
     return tuple(reasons + common.grid_reasons("rows", scores.shape[0]))
@@ -46,32 +46,37 @@ def topk_select(
 ) -> jax.Array:
     """As `api.topk_select`. pinned int32[T], -1 = none: a position that precedes all others whatever its score; with
     pins +inf counts as the largest finite score, as it does for candidate blocks. name: of the kernel."""
-    block = _block(scores.shape[1], config)
+    block, rows = _block(scores.shape[1], config), scores.shape[0]
+    run = functools.partial(
+        _round, pinned=pinned, rows=rows, k=k, block=block, config=config, interpret=interpret, name=name
+    )
     position = None
     while scores.shape[1] > block:
-        scores, position = _round(scores, position, pinned, k, block, config, interpret, name)
-    _, position = _round(scores, position, pinned, k, block, config, interpret, name)
-    return position[:, :k]
+        scores, position = run(scores, position)
+    _, position = run(scores, position)
+    return position[:rows]
 
 
 def _block(entries: int, config: TopkConfig) -> int:
     return min(config.block, next_power_of_two(entries))
 
 
-def _round(scores, position, pinned, k: int, block: int, config: TopkConfig, interpret: bool, name: str):
-    """The k best of each block, in order of position: (scores, positions) [T, blocks * (k + 1)], -inf and -1 padded."""
-    rows, width = scores.shape
+def _round(scores, position, *, pinned, rows: int, k: int, block: int, config: TopkConfig, interpret: bool, name: str):
+    """The k best of each block, in order of position: (scores, positions) [rows + 1, blocks * k], -inf and -1 padded.
+
+    The last row is spare: lanes that store nothing aim at it. A spare slot a block would give rows an odd length, whose
+    loads are not vectors and spill registers. Inputs may have that row, too.
+    """
+    width = scores.shape[1]
     blocks = pl.cdiv(width, block)
     operands = {"score": scores, "position": position, "pinned": pinned}
     operands = {key: value for key, value in operands.items() if value is not None}
     kernel = functools.partial(_kernel, names=tuple(operands), width=width, k=k, block=block, bits=config.bits)
-    # The last slot of a block is padding: the lanes that are not selected aim at it.
-    out = [jax.ShapeDtypeStruct((rows, blocks, k + 1), dtype) for dtype in (jnp.float32, jnp.int32)]
-    values, index = common.call(
+    out = [jax.ShapeDtypeStruct((rows + 1, blocks * k), dtype) for dtype in (jnp.float32, jnp.int32)]
+    return common.call(
         kernel, *operands.values(), name=name, grid=(blocks, rows), out_shape=out, config=config,
         interpret=interpret,
     )  # fmt: skip
-    return values.reshape(rows, -1), index.reshape(rows, -1)
 
 
 def _kernel(*refs, names: tuple[str, ...], width: int, k: int, block: int, bits: int):
@@ -95,22 +100,17 @@ def _kernel(*refs, names: tuple[str, ...], width: int, k: int, block: int, bits:
     chosen &= key > _KEY_OF_MINUS_INFINITY
     place = jnp.cumsum(chosen.astype(jnp.int32)) - 1
     count = jnp.sum(chosen.astype(jnp.int32))
-    _pad(value_ref, index_ref, row, part, count, k)
-    target = (at[0], jnp.full((block,), part, jnp.int32), jnp.where(chosen, place, k))
-    common.scatter(value_ref, target, score, chosen)
-    common.scatter(index_ref, target, position, chosen)
-
-
-def _pad(value_ref, index_ref, row, part, count, k: int) -> None:
-    """Fills the slots from `count` on, the last one included; the selected ones are written by other lanes."""
-    # Arrays of one element: JAX 0.11 does not lower a store of a literal.
-    value_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), float("-inf"), jnp.float32)
-    index_ref[row, part, pl.ds(k, 1)] = jnp.full((1,), -1, jnp.int32)
     slot = jnp.arange(next_power_of_two(k), dtype=jnp.int32)
     free = (slot >= count) & (slot < k)
-    target = (jnp.full(slot.shape, row, jnp.int32), jnp.full(slot.shape, part, jnp.int32), jnp.where(free, slot, k))
-    common.scatter(value_ref, target, jnp.full(slot.shape, float("-inf"), jnp.float32), free)
-    common.scatter(index_ref, target, jnp.full(slot.shape, -1, jnp.int32), free)
+    for out_ref, value, padding in ((value_ref, score, float("-inf")), (index_ref, position, -1)):
+        _store(out_ref, row, part * k, place, value, chosen)
+        _store(out_ref, row, part * k, slot, jnp.full(slot.shape, padding, out_ref.dtype), free)
+
+
+def _store(ref, row: jax.Array, first: jax.Array, slot: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+    """ref[row, first + slot] = value where mask; other lanes aim at the spare row."""
+    spare = ref.shape[0] - 1
+    common.scatter(ref, (jnp.where(mask, row, spare), jnp.where(mask, first + slot, 0)), value, mask)
 
 
 def _key(score: jax.Array) -> jax.Array:
