@@ -9,8 +9,8 @@ import numpy as np
 
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
+from pallas_kernels.common.expected import bfloat16_bits, pack
 from pallas_kernels.common.formats import RowLayout
-from pallas_kernels.common.tables import bfloat16_bits, pack
 from pallas_kernels.kv_insert.api import kv_insert
 from pallas_kernels.kv_insert.config import FEW_ROWS, InsertConfig, bucket
 from pallas_kernels.kv_insert.insert import Insert

@@ -9,8 +9,8 @@ import numpy as np
 
 from pallas_kernels.common.cases import Budget, Case, Cost
 from pallas_kernels.common.draw import Draw
+from pallas_kernels.common.expected import decode, nearest, power_of_two_scale
 from pallas_kernels.common.formats import FORMATS
-from pallas_kernels.common.tables import decode, nearest, power_of_two_scale
 from pallas_kernels.packed_linear.api import packed_linear
 from pallas_kernels.packed_linear.config import LinearConfig, bucket
 from pallas_kernels.packed_linear.weights import BLOCK, scale_shape

@@ -13,13 +13,14 @@ from dsflash_jax.numerics.formats import get_format
 from pallas_kernels.aot.compile import occupancy
 from pallas_kernels.aot.tables import broken_rules
 from pallas_kernels.cases import all_cases
-from pallas_kernels.common import codes
+from pallas_kernels.common import codes, expected
 from pallas_kernels.common.cases import Budget
 from pallas_kernels.common.devices import DEVICES, current_target, device_for
 from pallas_kernels.common.dispatch import Kernel, UnsupportedError, dispatch
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.formats import FORMATS, PagedRows, RowLayout, arena_reasons, check_rows
 from pallas_kernels.common.tiles import TileConfig, shared_memory_reasons
+from tests.oracles.quant import pack_row, unpack_row
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = device_for("h200")
@@ -207,6 +208,17 @@ def test_drawn_rows_are_finite(name):
     draw = jax.jit(lambda: Draw(0).arena(4, 8 + 3 * layout.row_bytes, layout))  # one program, not one per operation
     values = jax.jit(lambda a: get_format(name).unpack(a[:, 8:].reshape(12, layout.row_bytes), 64))(draw())
     assert np.isfinite(values).all() and 0.05 < np.std(values) < 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_cases_expect_are_the_oracle_s(name):
+    rng = np.random.default_rng(3)
+    values = (rng.normal(size=(6, 64)) * 2.0 ** rng.integers(-12, 9, (6, 1))).astype(np.float32)
+    values[0, :4], values[1], values[2] = [0, -0.0, 0.25, -1e30], 0, np.round(values[2])  # ties, saturation, zeros
+    packed = expected.pack(values, FORMATS[name])
+    assert [row.tobytes() for row in packed] == [pack_row(name, row) for row in values]
+    want = [unpack_row(name, row.tobytes(), 64) for row in packed]
+    np.testing.assert_array_equal(expected.unpack(packed, FORMATS[name], 64).astype(np.float32), want)
 
 
 # Cases and budgets ------------------------------------------------------------------------------------------------
