@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.aot.tables import versions
 from pallas_kernels.cases import OPS, all_cases
-from pallas_kernels.common.cases import Case, Cost
+from pallas_kernels.common.cases import Case, Cost, Update
 from pallas_kernels.common.devices import Device
 from pallas_kernels.common.draw import Draw
 
@@ -103,7 +103,7 @@ def measure(
         return case.call(*a, **options)
 
     error = error_of(call, case, args) if small else None
-    compile_s, steady_s = time_call(call, args)
+    compile_s, steady_s = time_call(call, args, case.update)
     row = {
         "op": case.op, "case": case.name, "implementation": implementation + (" (interpreted)" if interpret else ""),
         "shape": "small" if small else dict(case.shape), "dtype": str(case.shape.get("dtype", "")),
@@ -138,29 +138,41 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float("inf") if np.isnan(difference) else float(difference / scale)
 
 
-def time_call(call: Callable[..., Any], args: tuple) -> tuple[float, float]:
+def time_call(call: Callable[..., Any], args: tuple, update: Update | None = None) -> tuple[float, float]:
     """(seconds to compile, median seconds per call), several calls inside one compiled loop.
 
-    Barriers tie each call to the one before: otherwise the compiler hoists it out of the loop or shortens it to the one
-    element that the sum needs.
+    Consumes the argument of `update`.
+    """
+    updated, others = (None, args) if update is None else update.split(args)
+    start = time.perf_counter()
+    compiled = calls_in_a_loop(call, update).lower(updated, others).compile()
+    compile_s = time.perf_counter() - start
+    seconds = []
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        updated, _ = jax.block_until_ready(compiled(updated, others))
+        seconds.append((time.perf_counter() - start) / CALLS)
+    return compile_s, statistics.median(seconds[1:])  # the first warms up
+
+
+def calls_in_a_loop(call: Callable[..., Any], update: Update | None) -> Any:
+    """A jitted program (updated, others) -> (updated, a sum of results) that makes CALLS calls.
+
+    What a call returns for the argument that it updates is the argument of the next one, and the first is donated:
+    nothing of its size is copied. Barriers tie each call to the one before: otherwise the compiler hoists it out of the
+    loop or shortens it to the one element that the sum needs.
     """
 
-    def once(_: int, state: tuple) -> tuple:
-        args, total = lax.optimization_barrier(state)
-        leaves = lax.optimization_barrier(jax.tree.leaves(call(*args)))
-        return args, total + sum(leaf.ravel()[0].astype(jnp.float32) for leaf in leaves)
+    def calls(updated: Any, others: tuple) -> tuple:
+        def once(_: int, state: tuple) -> tuple:
+            updated, args, total = lax.optimization_barrier((state[0], others, state[1]))
+            result = lax.optimization_barrier(call(*(args if update is None else update.join(updated, args))))
+            first = (leaf.ravel()[0].astype(jnp.float32) for leaf in jax.tree.leaves(result))
+            return updated if update is None else update.of(result), total + sum(first)
 
-    loop = jax.jit(lambda args: lax.fori_loop(0, CALLS, once, (args, jnp.float32(0)))[1])
-    start = time.perf_counter()
-    compiled = loop.lower(args).compile()
-    compile_s = time.perf_counter() - start
-    jax.block_until_ready(compiled(args))
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(args))
-        seconds.append((time.perf_counter() - start) / CALLS)
-    return compile_s, statistics.median(seconds)
+        return lax.fori_loop(0, CALLS, once, (updated, jnp.float32(0)))
+
+    return jax.jit(calls, donate_argnums=0)
 
 
 def device_rates(nbytes: int = 2**30, side: int = 8192) -> Rates:

@@ -29,6 +29,28 @@ class Budget(NamedTuple):
     sort: bool = False
 
 
+class Update(NamedTuple):
+    """An argument that a call updates in place: its position, and that of its new value among the results.
+
+    result None: the new value is the whole result.
+    """
+
+    argument: int
+    result: int | None = None
+
+    def split(self, args: tuple) -> tuple[Any, tuple]:
+        """(the argument, the others)."""
+        return args[self.argument], (*args[: self.argument], *args[self.argument + 1 :])
+
+    def join(self, updated: Any, others: tuple) -> tuple:
+        """The inverse of `split`."""
+        return (*others[: self.argument], updated, *others[self.argument :])
+
+    def of(self, result: Any) -> Any:
+        """The argument's new value."""
+        return result if self.result is None else result[self.result]
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call of an op at one shape.
@@ -46,6 +68,7 @@ class Case:
     want: Callable[..., Any]
     cost: Cost
     budget: Budget
+    update: Update | None = None  # in place
     tolerance: float = 0.0  # of the largest magnitude of `want`; 0 = equal
     short: bool = False  # part of the short AOT run: one shape per op and format
     configs: tuple[Any, ...] = ()  # tile configs that a sweep tries

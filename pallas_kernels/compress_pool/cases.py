@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from pallas_kernels.common.cases import Budget, Case, Cost
+from pallas_kernels.common.cases import Budget, Case, Cost, Update
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.compress_pool.api import compress_pool
 from pallas_kernels.compress_pool.config import FEW_ROWS, PoolConfig, bucket
@@ -65,6 +65,7 @@ def _case(rows: int, short: bool = False) -> Case:
         want=_want,
         cost=_cost(rows),
         budget=Budget(matrix=False, instructions=150),
+        update=Update(argument=1, result=1),
         tolerance=1e-5,
         short=short,
         configs=tuple(PoolConfig(block=b, num_warps=w) for b in (128, 256, 512) for w in (1, 2, 4)),

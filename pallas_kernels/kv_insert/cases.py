@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common.cases import Budget, Case, Cost
+from pallas_kernels.common.cases import Budget, Case, Cost, Update
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.expected import bfloat16_bits, pack
 from pallas_kernels.common.formats import RowLayout
@@ -91,6 +91,7 @@ def _case(rows: int, name: str = "released", formats: tuple[str, str, str] = REL
         want=_want,
         cost=_cost(rows, formats),
         budget=Budget(matrix=False, instructions=_LEAST[name]),
+        update=Update(argument=0),
         short=short,
         configs=tuple(
             InsertConfig(rows=n, num_warps=w) for n in ((1,) if rows <= FEW_ROWS else (1, 2, 4, 8)) for w in (1, 2)

@@ -1,18 +1,22 @@
 """Rooflines, errors, timing loops and targets: what the tables of kernels are made of."""
 
+import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dsflash_jax.cli import main
-from pallas_kernels.bench import Rates, bound, relative_error, roofline_rows, time_call
+from pallas_kernels.bench import CALLS, Rates, bound, calls_in_a_loop, relative_error, roofline_rows, time_call
 from pallas_kernels.cases import OPS, all_cases, find_case
-from pallas_kernels.common.cases import Cost
+from pallas_kernels.common.cases import Cost, Update
+from pallas_kernels.common.draw import Draw
 from pallas_kernels.targets import TARGETS, Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +51,40 @@ def test_errors_are_shares_of_the_largest_value_and_never_hide(got, want, error)
 def test_a_timed_call_runs_as_often_as_it_says():
     compile_s, steady_s = time_call(lambda x: x @ x, (jnp.ones((256, 256)),))
     assert compile_s > 0 and 1e-6 < steady_s < 1  # a hoisted product would take nanoseconds
+
+
+def copied(compiled, arrays):
+    """Copies in a compiled program that are of the shape of one of these arrays."""
+    shapes = {f"[{','.join(map(str, array.shape))}]" for array in jax.tree.leaves(arrays)}
+    results = re.findall(r"= (.*?)\bcopy(?:-start)?\(", compiled.as_text())
+    return [result for result in results if any(shape in result for shape in shapes)]
+
+
+def test_an_updated_argument_goes_from_call_to_call():
+    loop = calls_in_a_loop(lambda step, x: (x * 2, x + step), Update(argument=1, result=1))
+    updated, total = loop(jnp.zeros(3), (jnp.ones(3),))
+    assert updated.tolist() == [CALLS] * 3
+    assert total == sum(3 * call + 1 for call in range(CALLS))  # 2 x and x + 1 before call 0, 1, 2, ...
+
+
+@pytest.mark.parametrize("key", ["kv_insert/released_32", "compress_pool/ratio2_32"])
+def test_timing_an_op_that_works_in_place_copies_no_arena(key):
+    case = find_case(key)
+    args = case.args(Draw(None), True)
+    updated, others = case.update.split(args)
+    loop = lambda update: calls_in_a_loop(functools.partial(case.call, implementation="xla"), update)  # noqa: E731
+    assert copied(loop(case.update).lower(updated, others).compile(), updated) == []
+    assert copied(loop(None).lower(None, args).compile(), updated), "copies are there and are not seen"
+
+
+def test_cases_that_work_in_place_name_the_argument_and_its_new_value():
+    for case in (case for case in all_cases() if case.op in ("kv_insert", "compress_pool")):
+        args = case.args(Draw(None), True)
+        updated, others = case.update.split(args)
+        assert case.update.join(updated, others) == args
+        new = case.update.of(jax.eval_shape(functools.partial(case.call, implementation="xla"), *args))
+        before, after = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arrays)] for arrays in (updated, new))
+        assert before == after, case.key
 
 
 def test_targets_name_cases_that_exist():
