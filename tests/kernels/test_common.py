@@ -1,6 +1,7 @@
 """What all ops share: dispatch by name and platform, device facts, tiles, packed rows, budgets of compiled kernels."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels.common.devices import DEVICES, current_target, device_for
 from pallas_kernels.common.dispatch import Kernel, UnsupportedError, dispatch
 from pallas_kernels.common.draw import Draw
 from pallas_kernels.common.formats import FORMATS, PagedRows, RowLayout, arena_reasons, check_rows
-from pallas_kernels.common.tiles import TileConfig, shared_memory_reasons
+from pallas_kernels.common.tiles import TileConfig, shared_memory_reasons, tuned_table
 from tests.oracles.quant import pack_row, unpack_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +113,14 @@ def test_a_tile_too_large_names_the_limit():
 def test_tile_configs_break_early():
     with pytest.raises(ValueError, match="num_warps=64 .* up to 32; num_stages=0 must be at least 1"):
         TileConfig(num_warps=64, num_stages=0)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.slug)
+def test_tuned_tables_hold_fields_and_buckets_that_exist(device):
+    cases = {(case.op, case.bucket): case for case in all_cases()}
+    for op, buckets in tuned_table(device.slug).get("ops", {}).items():
+        for bucket, fields in buckets.items():
+            dataclasses.replace(cases[op, bucket].configs[0], **fields)  # validates
 
 
 # Formats and rows -------------------------------------------------------------------------------------------------
