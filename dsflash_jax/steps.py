@@ -216,10 +216,20 @@ def decode(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) 
 
 
 def lower_step(
-    params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig, *, decoding: bool = False
+    params: Params,
+    cache: ModelCache,
+    step: StepInfo,
+    cfg: ModelConfig,
+    *,
+    decoding: bool = False,
+    platform: str | None = None,
 ) -> jax.stages.Lowered:
-    """`prefill` or `decode` traced but not compiled, from arrays or shapes: for benchmarks and for reading its HLO."""
-    return _step.lower(params, cache, step, cfg, "last", True, decoding or few_rows(step, cfg))
+    """`prefill` or `decode` traced but not compiled, from arrays or shapes: for benchmarks and for reading its HLO.
+
+    platform: that of another machine ("cuda"); None = this one's.
+    """
+    traced = _step.trace(params, cache, step, cfg, "last", True, decoding or few_rows(step, cfg))
+    return traced.lower(lowering_platforms=platform and (platform,))
 
 
 def verify(params: Params, cache: ModelCache, step: StepInfo, cfg: ModelConfig) -> tuple[jax.Array, ModelCache]:

@@ -158,7 +158,9 @@ class Transformer(nnx.Module):
         """Some layers in turn; what enters target layers, [T, d], is added to `targets`. entries: `attention_step`."""
         for layer in list(self.layers)[layers]:
             capture = None if captures is None else {}
-            state = _run_layer(layer, context, state, capture, targets, entries)
+            # Compiled programs and profiles then say which layer a kernel belongs to.
+            with jax.named_scope(f"layers.{layer.attn.role.layer}"):
+                state = _run_layer(layer, context, state, capture, targets, entries)
             if captures is not None:
                 captures.append(capture)
         return state
@@ -208,6 +210,7 @@ def _run_layer(
     cfg = layer.attn.cfg
     streams, pre, cache, published = state
 
+    @jax.named_scope("attn")
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache, published
         x = layer.attn_norm(x)
@@ -215,6 +218,7 @@ def _run_layer(
         _record(capture, attn_in=x, attn_out=out)
         return out
 
+    @jax.named_scope("ffn")
     def feed_forward(x: jax.Array) -> jax.Array:
         x = layer.ffn_norm(x)
         out = layer.ffn(x, capture)

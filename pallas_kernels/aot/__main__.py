@@ -10,7 +10,6 @@ import argparse
 import concurrent.futures
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,24 +69,14 @@ def _compile_all(options: argparse.Namespace) -> int:
 
 def _row(case: Any, device: Any) -> dict[str, Any]:
     """One line of the table: what a subprocess reports about the case, and the budget rules that it breaks."""
+    from pallas_kernels.aot.process import run_alone
     from pallas_kernels.aot.tables import broken_rules
 
-    command = [sys.executable, "-m", "pallas_kernels.aot", "--one", case.key, "--arch", device.arch]
-    # Compilation needs no GPU and must not wait for one; without the second, JAX refuses the plugin that has no driver.
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    env["LLVM_DISABLE_SYMBOLIZATION"] = "1"  # a look-up of symbols takes longer than the compilation
     row: dict[str, Any] = {"op": case.op, "case": case.name, "shape": dict(case.shape)}
-    try:
-        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    except subprocess.TimeoutExpired:
-        row |= {"broken": [f"no result after {COMPILE_SECONDS} s"]}
-    else:
-        if run.returncode:
-            last = (run.stderr.strip().splitlines() or [""])[-1][:300]
-            row |= {"broken": [f"compiler ended with status {run.returncode}: {last}"]}
-        else:
-            row |= json.loads(run.stdout.splitlines()[-1])
-            row["broken"] = broken_rules(row, case.budget, device)
+    arguments = ("--one", case.key, "--arch", device.arch)
+    row |= run_alone("pallas_kernels.aot", *arguments, seconds=COMPILE_SECONDS)
+    if "broken" not in row:
+        row["broken"] = broken_rules(row, case.budget, device)
     _print(row, device)
     return row
 
