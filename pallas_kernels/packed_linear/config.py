@@ -28,17 +28,27 @@ class LinearConfig(TileConfig):
         return broken
 
 
-def default_config(rows: int, inputs: int, outputs: int, kind: str) -> LinearConfig:
-    """The tuned config of that many rows through such a weight."""
-    tile = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    # Few outputs leave most of a GPU idle unless several programs share the inputs.
-    default = LinearConfig(rows=tile, splits=1 if outputs >= 16_384 or inputs < 2_048 else 4)
-    if tile == 128:  # sums of that many rows spill in four warps, beside 128 inputs also in eight (sm_80, compiled)
+def default_config(rows: int, inputs: int, outputs: int, kind: str, grouped: bool = False) -> LinearConfig:
+    """The tuned config of that many rows (of a group) through such a weight."""
+    # Few outputs leave most of a GPU idle unless several programs share the inputs, or there are groups.
+    splits = 1 if grouped or _wide(inputs, outputs) else 4
+    default = LinearConfig(rows=_row_tile(rows), splits=splits)
+    if (
+        default.rows == 128
+    ):  # sums of that many rows spill in four warps, beside 128 inputs also in eight (sm_80, compiled)
         default = dataclasses.replace(default, inputs=64, num_warps=8)
-    return tuned(LinearConfig, "packed_linear", bucket(rows, inputs, outputs, kind), default)
+    return tuned(LinearConfig, "packed_linear", bucket(rows, inputs, outputs, kind, grouped), default)
 
 
-def bucket(rows: int, inputs: int, outputs: int, kind: str) -> str:
+def bucket(rows: int, inputs: int, outputs: int, kind: str, grouped: bool = False) -> str:
     """Shape bucket of the tuned table."""
-    wide = "wide" if outputs >= 16_384 or inputs < 2_048 else "deep"
-    return f"{kind}_{wide}_t{16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128}"
+    shape = "grouped" if grouped else "wide" if _wide(inputs, outputs) else "deep"
+    return f"{kind}_{shape}_t{_row_tile(rows)}"
+
+
+def _wide(inputs: int, outputs: int) -> bool:
+    return outputs >= 16_384 or inputs < 2_048
+
+
+def _row_tile(rows: int) -> int:
+    return next((tile for tile in (16, 32, 64) if rows <= tile), 128)

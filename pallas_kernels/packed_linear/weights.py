@@ -18,7 +18,7 @@ KINDS = ("fp8", "fp4")
 
 def in_width(codes: jax.Array, kind: Kind) -> int:
     """Inputs of a weight, static."""
-    return codes.shape[1] * (2 if kind == "fp4" else 1)
+    return codes.shape[-1] * (2 if kind == "fp4" else 1)
 
 
 def scale_shape(out: int, inputs: int, kind: Kind) -> tuple[int, int]:

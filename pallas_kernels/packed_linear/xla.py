@@ -10,8 +10,10 @@ from pallas_kernels.common.codes import decode_e8m0
 from pallas_kernels.packed_linear.weights import BLOCK, Kind, in_width, rounded, scale_per_output, values
 
 
-def packed_linear(x: jax.Array, codes: jax.Array, scale: jax.Array, *, kind: Kind) -> jax.Array:
-    """As `reference.packed_linear`, the blocks added in their order."""
+def packed_linear(x: jax.Array, codes: jax.Array, scale: jax.Array, *expert: jax.Array, kind: Kind) -> jax.Array:
+    """As `reference.packed_linear`, the blocks added in their order; groups one after the other."""
+    if expert:
+        return _grouped(x, codes, scale, *expert, kind=kind)
     out, blocks = codes.shape[0], in_width(codes, kind) // BLOCK
     inputs = rounded(x)
     scales = decode_e8m0(scale_per_output(scale, out, kind).astype(jnp.int32))
@@ -26,3 +28,14 @@ def packed_linear(x: jax.Array, codes: jax.Array, scale: jax.Array, *, kind: Kin
         return total + sums * scales[:, k]
 
     return lax.fori_loop(0, blocks, add_block, jnp.zeros((x.shape[0], out), jnp.float32))
+
+
+def _grouped(x: jax.Array, codes: jax.Array, scale: jax.Array, expert: jax.Array, *, kind: Kind) -> jax.Array:
+    def none(rows: jax.Array, number: jax.Array) -> jax.Array:
+        return jnp.zeros((rows.shape[0], codes.shape[1]), jnp.float32)
+
+    def one(rows: jax.Array, number: jax.Array) -> jax.Array:
+        weight = (lax.dynamic_index_in_dim(a, number, keepdims=False) for a in (codes, scale))
+        return packed_linear(rows, *weight, kind=kind)
+
+    return lax.map(lambda group: lax.cond(group[1] < 0, none, one, *group), (x, expert))
