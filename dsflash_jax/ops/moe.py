@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dsflash_jax.ops.linear import Weight, linear, linear_f32
+from dsflash_jax.ops.packed import PackedWeight
 from pallas_kernels.topk_select.xla import canonical
 
 # Measured on two CPU cores: sorting pays from about two pairs per expert; products of 128 rows run at twice the rate of
@@ -18,6 +20,8 @@ ALONE_PAIRS_PER_EXPERT = 2
 BLOCK_ROWS, LEAST_BLOCK_ROWS = 128, 8
 # Without room every other expert needs one more block that is nearly empty (512 tokens on 8 experts: 12 blocks, not 8).
 BLOCK_ROOM = 1 / 8
+# Of a kernel: the least is what a matrix instruction multiplies at once. Not measured.
+GROUP_ROWS, LEAST_GROUP_ROWS = 64, 16
 
 
 def gate_scores(logits: jax.Array, scoring_func: str) -> jax.Array:
@@ -96,20 +100,27 @@ def routed_experts(
 
     The few (row, expert) pairs of a decode step run one by one. Otherwise pairs are sorted by expert and padded to
     blocks of one expert each, one dense product per block; no row is dropped. An expert number E is one that is held
-    elsewhere: its pairs add nothing.
+    elsewhere: its pairs add nothing. Packed weights that a kernel multiplies run all blocks at once (`_run_groups`).
     """
     rows, k = experts.shape
     count = w1.shape[0]
-    run = _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * count else _run_by_expert
 
     def one(pairs: jax.Array, w1: Weight, w2: Weight, w3: Weight) -> jax.Array:
         source = jnp.maximum(pairs, 0)
         gain = jnp.where(pairs >= 0, weights.reshape(-1)[source], 0.0)
         return expert(x[source // k], w1, w2, w3, limit, gain)
 
-    out, place = run(one, experts.reshape(-1), (w1, w2, w3))
-    place, here = place.reshape(rows, k), experts < count
-    return sum(jnp.where(here[:, i, None], out[place[:, i]].astype(jnp.float32), 0.0) for i in range(k))
+    def summed(run: Callable, experts: jax.Array) -> jax.Array:
+        out, place = run(one, experts.reshape(-1), (w1, w2, w3))
+        place, here = place.reshape(rows, k), experts < count
+        return sum(jnp.where(here[:, i, None], out[place[:, i]].astype(jnp.float32), 0.0) for i in range(k))
+
+    in_turn = functools.partial(summed, _run_alone if rows * k <= ALONE_PAIRS_PER_EXPERT * count else _run_by_expert)
+    at_once = functools.partial(summed, functools.partial(_run_groups, alone=rows == 1))
+    implementation = w1.kernels.implementation if isinstance(w1, PackedWeight) else "xla"
+    if implementation is None:
+        return lax.platform_dependent(experts, cuda=at_once, default=in_turn)
+    return (in_turn if implementation == "xla" else at_once)(experts)
 
 
 def _run_alone(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +138,7 @@ def _run_alone(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.
 def _run_by_expert(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[jax.Array, jax.Array]:
     """As `_run_alone`, expert by expert: each one's weights are fetched once, and only blocks that hold pairs run."""
     count = matrices[0].shape[0]
-    pair, first, used, place = _blocks_by_expert(experts, count)
+    pair, first, used, place = _blocks_by_expert(experts, count, _block_rows(experts.size, count))
     shape = jax.eval_shape(one, pair[0], *jax.tree.map(lambda w: w[0], matrices))
     empty = jnp.zeros((pair.shape[0], *shape.shape), shape.dtype)
 
@@ -143,15 +154,31 @@ def _run_by_expert(one: Callable, experts: jax.Array, matrices: tuple) -> tuple[
     return out.reshape(pair.size, -1), place
 
 
-def _blocks_by_expert(experts: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Pairs int32[N] sorted by expert and padded to blocks of one expert each.
+def _run_groups(one: Callable, experts: jax.Array, matrices: tuple, alone: bool) -> tuple[jax.Array, jax.Array]:
+    """As `_run_alone`, all at once, for packed weights: a kernel finds the weight of each group of pairs by itself.
+
+    Pairs with one expert share its weight, which is read once per group; of one row's pairs (alone) no two do.
+    """
+    count = matrices[0].shape[0]
+    if alone:
+        place = jnp.arange(experts.size)
+        pair, chosen = place[:, None], experts
+    else:
+        pair, _, used, place = _blocks_by_expert(experts, count, _group_rows(experts.size, count))
+        chosen = jnp.searchsorted(jnp.cumsum(used), jnp.arange(len(pair)), side="right", method="compare_all")
+    chosen = jnp.where(chosen < count, chosen, -1).astype(jnp.int32)
+    out = one(pair, *(dataclasses.replace(w, expert=chosen) for w in matrices))
+    return out.reshape(pair.size, -1), place
+
+
+def _blocks_by_expert(experts: jax.Array, count: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Pairs int32[N] sorted by expert and padded to blocks of one expert each, of `block` pairs.
 
     Returns (pair int32[blocks, rows per block], -1 = padding; first block of each expert; blocks of each expert; place
     of each pair in the flattened blocks).
     """
     total = experts.size
-    block = _block_rows(total, count)
-    num_blocks = -(-total // block) + count - 1
+    num_blocks = min(total, -(-total // block) + count - 1)
     order = jnp.argsort(experts, stable=True)
     counts = jnp.sum(jax.nn.one_hot(experts, count, dtype=jnp.int32), axis=0)
     used = -(-counts // block)
@@ -169,3 +196,9 @@ def _block_rows(pairs: int, experts: int) -> int:
     share = -(-pairs // experts)
     part = share / -(-share // BLOCK_ROWS)
     return max(LEAST_BLOCK_ROWS, -(-int(part * (1 + BLOCK_ROOM)) // LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS)
+
+
+def _group_rows(pairs: int, experts: int) -> int:
+    """Rows per block of a kernel: the power of two at or below one expert's mean share."""
+    share = 1 << (max(1, pairs // experts).bit_length() - 1)
+    return min(GROUP_ROWS, max(LEAST_GROUP_ROWS, share))

@@ -34,6 +34,7 @@ class PackedWeight:
     scale: jax.Array
     kind: str = dataclasses.field(metadata=dict(static=True))
     kernels: Kernels = dataclasses.field(default=BEST_KERNELS, metadata=dict(static=True))  # that products with it call
+    expert: jax.Array | None = None  # int32[G], of a stack [E, out, in]: which one each group of rows takes; -1 = none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,8 +77,13 @@ def unpack_weight(weight: PackedWeight) -> jax.Array:
 
 
 def packed_linear(x: jax.Array, weight: PackedWeight) -> jax.Array:
-    """x [..., in] times a packed weight [out, in] -> float32[..., out], by the op of that name."""
+    """x [..., in] times a packed weight [out, in] -> float32[..., out], by the op of that name.
+
+    A stack with `expert` takes x [G, T, in]; a group without an expert gives 0.
+    """
     run = functools.partial(op.packed_linear, kind=weight.kind, **weight.kernels.options)
+    if weight.expert is not None:
+        return run(x, weight.codes, weight.scale, weight.expert)
     out = run(x.reshape(-1, x.shape[-1]), weight.codes, weight.scale)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 

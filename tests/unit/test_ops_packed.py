@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dsflash_jax import steps
+from dsflash_jax.config import Kernels
 from dsflash_jax.modules.linear import Linear
 from dsflash_jax.ops.linear import linear, linear_f32
 from dsflash_jax.ops.moe import expert, routed_experts
@@ -111,6 +112,28 @@ def test_routed_experts_run_from_stacked_codes(kind, rows):
         own = [dataclasses.replace(m, codes=m.codes[e], scale=m.scale[e]) for m in matrices]
         wanted += np.asarray(alone(np.where(chosen == e, gains, 0).sum(-1), *own))
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+# A single row, whose experts all differ, and blocks by expert: of 16 rows, of which 17 pairs fill one, and of more.
+@pytest.mark.parametrize(
+    "rows", [1, 17, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 70, 200))]
+)  # fmt: skip
+def test_a_kernel_runs_all_experts_at_once_and_gives_what_they_give_in_turn(rows):
+    """Number 3 of 3 experts is one that is held elsewhere: its pairs add nothing."""
+    count, d, f, k = 3, 64, 32, 2
+    rng = np.random.default_rng(rows)
+    matrices = [pack_weight(jnp.asarray(draw(count, *shape, spread=1)), "fp4") for shape in ((f, d), (d, f), (f, d))]
+    x, gains = draw(rows, d, seed=4, spread=1), rng.random((rows, k)).astype(np.float32)
+    chosen = np.argsort(rng.random((rows, count + 1)))[:, :k].astype(np.int32)
+    chosen[: rows // 2, 0] = 1  # one expert has more than the others
+    results = []
+    for kernels in (Kernels("xla"), Kernels("pallas_triton", interpret=True)):
+        own = [dataclasses.replace(m, kernels=kernels) for m in matrices]
+        run = jax.jit(lambda x, gains, chosen, own=own: routed_experts(x, gains, chosen, *own, limit=4.0))
+        results.append(np.asarray(run(x, gains, chosen)))
+    in_turn, at_once = results
+    # What w2 takes is rounded to E4M3: a sum that differs in its last bit may round the other way.
+    np.testing.assert_allclose(at_once, in_turn, rtol=0, atol=2e-3 * np.abs(in_turn).max())
 
 
 def test_an_input_width_without_whole_groups_is_refused():
