@@ -236,10 +236,13 @@ def _spread(values: list[int]) -> list[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from pallas_kernels.common.devices import device_for
+
     options = _parser().parse_args(argv)
     try:
         given = ModelConfig.from_json(config_path(options.config))
         cfg, said = reduced(given, options.layers, options.experts)
+        device_for(options.arch)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"aot_model: {error}") from None
     if options.one:
