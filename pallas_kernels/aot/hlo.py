@@ -132,8 +132,8 @@ def aliased_parameters(program: Program) -> set[str]:
 def launches(program: Program) -> list[Launch]:
     """Everything that the program starts on the device, each place in the program once.
 
-    times: loops of known length multiply; one of unknown length counts as a single round (`open_loops`). Of the
-    branches of a conditional the one that launches most counts, the others get 0.
+    times: loops of known length multiply, and their condition is never evaluated; one of unknown length counts as a
+    single round. Of the branches of a conditional the one that launches most counts, the others get 0.
     """
     return list(_launches(program, program.entry, 1, ""))
 
@@ -142,9 +142,10 @@ def _launches(program: Program, computation: str, times: int, scope: str) -> Ite
     for one in program.computations[computation]:
         where = scope or one.op_name
         if one.opcode == "while":
-            rounds = times * (trip_count(one) or 1)
-            for part in (*one.called("body"), *one.called("condition")):
-                yield from _launches(program, part, rounds, where)
+            rounds = trip_count(one)
+            parts = one.called("body") + (one.called("condition") if rounds is None else [])
+            for part in parts:
+                yield from _launches(program, part, times * (rounds or 1), where)
         elif one.opcode == "conditional":
             branches = [part for key in BRANCHES for part in one.called(key)]
             found = [list(_launches(program, branch, times, where)) for branch in branches]
@@ -205,7 +206,9 @@ def copies_of(program: Program, nbytes: int) -> list[str]:
 
 def _in_place(program: Program, one: Instruction, nbytes: int) -> bool:
     if one.opcode.startswith("custom-call"):
-        return "output_to_operand_aliasing=" in one.text
+        found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", one.text)
+        aliased = {int(number or 0) for number in re.findall(r"\{(\d*)\}: ", found[1])} if found else set()
+        return all(at in aliased for at, size in enumerate(array_bytes(one.result)) if size == nbytes)
     if not one.opcode.startswith("fusion"):
         return False
     inside = {i.name: i for part in one.called("calls") for i in program.computations[part]}

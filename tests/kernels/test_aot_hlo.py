@@ -118,6 +118,8 @@ def test_kernels_of_a_gpu_program_are_named_and_their_code_is_not_read():
 def test_a_copy_in_another_shape_is_found_and_scatters_and_aliasing_kernels_are_none():
     (copy,) = hlo.copies_of(hlo.parse(GPU), 960)
     assert copy.startswith("fusion-start: fusion-start of ")
+    other = hlo.copies_of(hlo.parse(GPU.replace("aliasing={{0}", "aliasing={{1}")), 960)
+    assert len(other) == 2 and other[0].startswith("pallas_call.2: custom-call of ")
 
 
 def test_sizes_of_types():

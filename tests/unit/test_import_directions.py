@@ -49,7 +49,7 @@ ALLOWED = {
     "lab_text": PRODUCTS | {"generate", "speculate"},
     "parity": PRODUCTS | {"draft_step", "pallas_kernels"},
     "bench": PRODUCTS | {"peer", "shipped"},
-    "aot_model": STEPS | {"steps", "weights", "shipped", "pallas_kernels"},
+    "aot_model": STEPS | {"weights", "shipped", "pallas_kernels"},
     "peer": BASE | {"weights"},
     "engine": STEPS | {"store"},
     "store": BASE | {"cache"},
