@@ -39,7 +39,10 @@ def test_what_is_left_out_is_said():
             "aot_model: experts=385 must lie in num_experts_per_tok=6..n_routed_experts=384.",
         ),
         (["no_such_model"], "aot_model: config 'no_such_model' is neither a file nor a shipped configuration"),
-        (["v41_flash", "--arch", "sm_75"], "aot_model: device='sm_75' is not one that kernels are compiled for; known: sm_80"),
+        (
+            ["v41_flash", "--arch", "sm_75"],
+            "aot_model: device='sm_75' is not one that kernels are compiled for; known: sm_80",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_compiled(arguments, sentence, tmp_path):
