@@ -149,7 +149,9 @@ def compile_step(cfg: ModelConfig, plan: Plan, step: str, arch: str, keep: Path 
     began = time.perf_counter()
     with compiling_for(device_for(arch)) as sharding:
         place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
-        lowered = steps.lower_step(*jax.tree.map(place, (params, cache, info)), cfg, platform="cuda")
+        lowered = steps.lower_step(
+            *jax.tree.map(place, (params, cache, info)), cfg, decoding=step == "decode", platform="cuda"
+        )
         traced = time.perf_counter()
         compiled = lowered.compile()
     seconds = {"trace": round(traced - began, 1), "compile": round(time.perf_counter() - traced, 1)}
