@@ -57,7 +57,7 @@ def _decode_ends(model: Transformer, step: StepInfo, cache: ModelCache, rows, ca
             captures[-1]["positions"] = now.positions
     row = jnp.maximum(now.last_row, 0)
     final: dict | None = None if captures is None else {}
-    cache = model.seed_drafts(targets, model.context(now), cache, final)
+    cache = model.seed_drafts(targets, streams, model.context(now), cache, final)
     logits = model.logits(streams[row], pre[row], final)
     if captures is not None:
         captures.append(final)

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from dsflash_jax.cache.layout import spare_rows
 from dsflash_jax.cache.model_cache import ModelCache, Tail
@@ -166,12 +167,21 @@ class Transformer(nnx.Module):
         return state
 
     def seed_drafts(
-        self, targets: list[jax.Array], context: StepContext, cache: ModelCache, capture: dict | None
+        self,
+        targets: list[jax.Array],
+        streams: jax.Array,
+        context: StepContext,
+        cache: ModelCache,
+        capture: dict | None,
     ) -> ModelCache:
-        """Writes the draft layers' window rows from what entered the target layers; nothing without draft layers."""
+        """Writes the draft layers' window rows from what entered the target layers; nothing without draft layers.
+
+        streams: what the last layer gave.
+        """
         if not targets:
             return cache
-        main_hidden = jnp.concatenate(targets, axis=-1)
+        # The last layer reads the ring: a write that does not wait for it may be put first, on a copy of the ring.
+        main_hidden, _ = lax.optimization_barrier((jnp.concatenate(targets, axis=-1), streams))
         _record(capture, main_hidden=main_hidden)
         return seed_windows(self.mtp, main_hidden, context, cache, self.cfg)
 
@@ -194,7 +204,7 @@ class Transformer(nnx.Module):
         state = streams, pre, cache, published
         streams, pre, cache, _ = self.run_layers(slice(start, None), context, state, captures, targets)
         final = None if captures is None else {}
-        cache = self.seed_drafts(targets, context, cache, final)
+        cache = self.seed_drafts(targets, streams, context, cache, final)
         if logits == "last":
             row = jnp.maximum(step.last_row, 0)
             streams, pre = streams[row], pre[row]
