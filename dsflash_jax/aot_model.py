@@ -15,7 +15,6 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -298,13 +297,12 @@ def broken_rules(found: dict[str, Any]) -> list[str]:
 
 
 def _header(options: argparse.Namespace, given: ModelConfig, cfg: ModelConfig, said: list[str]) -> dict[str, Any]:
-    from pallas_kernels.aot.tables import versions
+    from pallas_kernels.aot.tables import git_sha, versions
     from pallas_kernels.common.devices import device_for
 
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git_sha": run.stdout.strip() or None,
+        "git_sha": git_sha(),
         "versions": versions(),
         "arch": options.arch,
         "device": device_for(options.arch).kind,
