@@ -141,6 +141,22 @@ def test_the_kernels_select_what_the_plain_form_selects(cfg, layer, rows):
         assert start < 60 or (plain.selection_TxK[:, 0] >= 0).all()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "pallas_triton"])
+def test_padding_rows_select_nothing(implementation):
+    """A bucket's spare rows belong to no sequence: their lists would be another row's, read in vain by a kernel."""
+    cfg = CFG.replace(implementation=implementation, interpret=implementation != "xla")
+    role = layer_roles(cfg)[4]
+    chunks = [Chunk(slot, [1] * rows, 20, range(4 * slot, 4 * slot + 4)) for slot, rows in enumerate((3, 2))]
+    step = make_step(chunks, cfg, rows=8, seqs=2, pages=4)
+    shape = (8, cfg.index_n_heads, cfg.index_head_dim)
+    query = Query(np.ones(shape, np.float32), np.ones(shape[:2], np.float32))
+    pages = np.zeros((8, cache_layout(cfg).page_bytes), np.uint8)
+    tiled = jax.jit(lambda query, step: select(query, Published(), step, make_tiles(step, 4), pages, role, cfg))
+    picked = tiled(query, step)
+    for lists in (np.asarray(picked.selection_TxK), np.asarray(picked.candidates_TxC)):
+        assert (lists[:5] >= 0).any(axis=1).all() and (lists[5:] == -1).all(), lists
+
+
 def test_stale_keys_reach_a_layer_that_reads_a_pool():
     """The served step follows the released code like the traced one, whichever way the pool is scored."""
     draws = np.random.default_rng(0)
