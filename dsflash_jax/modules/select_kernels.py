@@ -48,6 +48,8 @@ def select_kernels(
         picked, scores = _reindex(query, published.candidates_TxC, keys, visible, cfg, forms)
     else:
         picked, scores = _fresh(query, tiles, keys, visible, role, cfg, forms)
+    live = (step.positions >= 0)[:, None]  # padding rows lie in no tile: what stands at their place is another row's
+    picked = jax.tree.map(lambda lists: jnp.where(live, lists, -1), picked)
     if forms.masks:
         picked = picked._replace(selected_TxE=block_mask(picked.selection_TxK, keys.rows_per_seq, 1))
     if role.builds_candidates and not forms.reads_pool:
