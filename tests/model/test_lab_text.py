@@ -151,6 +151,13 @@ def test_a_checkpoint_of_another_configuration_names_the_fields(run_folder):
         load_model(run_folder, CFG.replace(index_topk=3))
 
 
+def test_a_checkpoint_from_before_a_field_was_added_is_of_the_same_configuration(params, tmp_path):
+    """A field that came later stands at its default, which was the only behaviour: the hash says so, too."""
+    config = {key: value for key, value in CFG.to_dict().items() if key not in ("implementation", "interpret")}
+    assert CFG.differences(config) == {}
+    load_model(saved(tmp_path, CFG, params, config=config), CFG)
+
+
 def test_a_checkpoint_that_is_not_of_training_is_refused(tmp_path):
     path = checkpoints.save(tmp_path, 1, {"weights": np.ones(2)}, {"config": CFG.to_dict()})
     with pytest.raises(ValueError, match="holds no configuration or no parameters"):
