@@ -186,13 +186,18 @@ class ModelConfig:
     def differences(self, other: ModelConfig | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Fields in which two configs differ: name -> (here, there). A mapping may lack fields that came later."""
         mine = self.to_dict()
-        later = {f.name: f.default for f in dataclasses.fields(self) if f.name in _LATER}
-        theirs = other.to_dict() if isinstance(other, ModelConfig) else json.loads(json.dumps(later)) | dict(other)
+        theirs = other.to_dict() if isinstance(other, ModelConfig) else with_later_fields(other)
         return {k: (mine.get(k), theirs.get(k)) for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)}
 
     def validate(self) -> None:
         """Raises ValueError with one sentence naming field, value and rule."""
         check_config(self)
+
+
+def with_later_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What an artefact keeps of a configuration (`to_dict`), with the fields that came after it at their defaults."""
+    later = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name in _LATER}
+    return json.loads(json.dumps(later)) | dict(stored)
 
 
 def _floats_for_integers(record: Any) -> None:

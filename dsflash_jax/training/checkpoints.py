@@ -18,6 +18,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from dsflash_jax.config import with_later_fields
+
 _NAME = re.compile(r"step_(\d{8})")
 
 
@@ -95,8 +97,11 @@ def load_facts(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_facts(path: Path, stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ValueError naming every field in which the stored facts differ from those here."""
-    there, mine = _flat(stored), _flat(here)
+    """Raises ValueError naming every field in which the stored facts differ from those here.
+
+    Fields of the configuration that came after the checkpoint count as stored at their defaults.
+    """
+    there, mine = (_flat(_with_all_fields(facts)) for facts in (stored, here))
     missing = object()
     fields = [name for name in sorted({*there, *mine}) if there.get(name, missing) != mine.get(name, missing)]
     if not fields:
@@ -141,6 +146,10 @@ def _integer_keys(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_integer_keys(value) for value in tree]
     return tree
+
+
+def _with_all_fields(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: with_later_fields(value) if name == "config" else value for name, value in facts.items()}
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
