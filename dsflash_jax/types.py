@@ -1,4 +1,4 @@
-"""Value types that cross module boundaries: the ragged step, row sources, and what a layer hands down the stack."""
+"""Value types that cross module boundaries: the ragged step, the draft step, and what a layer hands down the stack."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepInfo:
     replay_start: jax.Array  # [S] window keys below it are not seen
     write_floor: jax.Array  # [S] global rows that end below it are not written
     last_row: jax.Array  # [S] row of the last token, -1 = unused
-    last_chunk: jax.Array  # [S] whether the prompt ends in this step; for schedulers, no model code reads it
+    last_chunk: jax.Array  # [S] whether the prompt ends in this step: then an asymmetric prefill runs the decoder
     previous_token: jax.Array  # [S] token at start - 1, -1 = none
     ngrams: NgramRows | None = None  # only for models with Engram layers
 
@@ -59,7 +59,7 @@ class StepInfo:
 class Published(NamedTuple):
     """Latest source outputs, carried from layer to layer within one call.
 
-    Lists and masks say the same; a step carries the form that its layers read (both where it captures).
+    Lists and masks say the same. Lists are always there, masks where the XLA forms read them instead.
     """
 
     selection_TxK: jax.Array | None = None  # entry indices, ascending, -1 = none
