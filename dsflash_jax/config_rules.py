@@ -15,7 +15,7 @@ SCORING_FUNCS = ("sqrtsoftplus", "sigmoid", "softmax")
 DTYPES = ("float32", "bfloat16")
 CACHES = ("main", "index", "window")  # each has a key `<cache>_format`
 QUANT_METHODS, EXPERT_DTYPES = ("", "fp8"), ("", "fp4")
-IMPLEMENTATIONS = ("", "xla", "pallas_triton", "pallas_mosaic_gpu")  # of the ops in `pallas_kernels`; "" = the best
+IMPLEMENTATIONS = ("", "xla", "pallas_triton")  # those that every op of `pallas_kernels` has; "" = the best
 QUANT_BLOCK = 32  # rows and columns that share a scale in packed weights
 _OPTIONAL = (
     "engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_pad_token_id", "engram_compressed_vocab_size",

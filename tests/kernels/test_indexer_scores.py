@@ -77,7 +77,7 @@ def every(formats):
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_loops_over_entries_and_heads(way):
-    """Pages are shuffled and every row that no query may see is NaN, in codes and scales."""
+    """Pages are shuffled and every row that no query may see is NaN, in codes and scales. B104: no length is whole."""
     case = problem("mxfp4")
     scores, best = case.run(way, block_size=4)
     want = case.want()

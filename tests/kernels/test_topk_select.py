@@ -45,7 +45,10 @@ def rows(width, seed=0):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (7, 9), (100, 5), (100, 16), (64, 1)])
 def test_equals_a_repeated_search(way, width, k):
-    """Pitfall U4: -0 and +0 are equal, so position decides between them; NaN of either sign is never selected."""
+    """Pitfall U4: -0 and +0 are equal, so position decides between them; NaN of either sign is never selected.
+
+    B104: widths off every tile.
+    """
     scores = rows(width)
     want = [topk_positions(row, k) for row in scores.tolist()]
     np.testing.assert_array_equal(run(jnp.asarray(scores), k, way), want)

@@ -129,7 +129,7 @@ TRIMMED = running.tiny(candidate_topk_blocks=6, scratch_bytes=2**10)
         pytest.param(CFG, id="scored", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(("layer", "rows"), [(2, 1), (4, 5), pytest.param(5, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layer", "rows"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 5), pytest.param(5, 5, marks=pytest.mark.slow)])
 def test_the_kernels_select_what_the_plain_form_selects(cfg, layer, rows):
     """Interpreted, with ties and both zeros: an index source, the candidate source, a layer that reads its pool."""
     draws, ways = np.random.default_rng(layer), (("xla", False), ("pallas_triton", False), ("pallas_triton", True))
@@ -141,7 +141,7 @@ def test_the_kernels_select_what_the_plain_form_selects(cfg, layer, rows):
         assert start < 60 or (plain.selection_TxK[:, 0] >= 0).all()
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_triton"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("pallas_triton", marks=pytest.mark.slow)])
 def test_padding_rows_select_nothing(implementation):
     """A bucket's spare rows belong to no sequence: their lists would be another row's, read in vain by a kernel."""
     cfg = CFG.replace(implementation=implementation, interpret=implementation != "xla")

@@ -67,7 +67,7 @@ REFUSALS = {
     "drafts-noise": ({**DRAFTS, "dspark_noise_token_id": 4096}, "dspark_noise_token_id=4096 must be below vocab_size="),
     "implementation-unknown": (
         {"implementation": "cuda"},
-        "implementation='cuda' must be one of nothing, xla, pallas_triton, pallas_mosaic_gpu.",
+        "implementation='cuda' must be one of nothing, xla, pallas_triton.",
     ),
     "interpret-alone": (
         {"interpret": True}, "interpret=True interprets a kernel, so implementation='' must name one.",
