@@ -20,7 +20,6 @@ from tests.oracles.attention import sparse_attention as oracle
 from tests.oracles.attention import window_positions
 from tests.oracles.quant import unpack_row
 
-pytestmark = pytest.mark.smoke
 RNG = np.random.default_rng(2)
 WAYS = ("Picked", "Table", "MaskedTable")
 ATOL = 2e-6
@@ -106,6 +105,7 @@ def force(monkeypatch, way):
     jax.clear_caches()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scratch", [1, 3000, 2**20])
 @pytest.mark.parametrize(("count", "k", "rows", "width"), [(1, 1, 1, 1), (7, 5, 11, 4), (5, 70, 20, 8)])
 def test_rows_picked_from_pages(count, k, rows, width, scratch):
@@ -117,7 +117,7 @@ def test_rows_picked_from_pages(count, k, rows, width, scratch):
     assert (np.asarray(ours)[(index < 0).all(axis=1)] == 0).all()
 
 
-@pytest.mark.parametrize("scratch", [1, 2**20])
+@pytest.mark.parametrize("scratch", [pytest.param(1, marks=pytest.mark.slow), 2**20])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("sizes", "k", "rows"), [((5,), 3, 9), ((4, 1, 6), 4, 40), ((9, 7), 6, 520)])
 def test_rows_of_many_sequences(sizes, k, rows, way, scratch, monkeypatch):
@@ -147,6 +147,7 @@ def test_tiles_of_mixed_sequences_where_none_are_named():
         np.testing.assert_allclose(ours[t], expected, rtol=0, atol=ATOL)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("tile", "scratch"), [(1, 2**20), (4, 1), (4, 2**20)])
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_the_window_band(window, tile, scratch):
@@ -158,6 +159,7 @@ def test_the_window_band(window, tile, scratch):
     np.testing.assert_allclose(ours, oracle(q, table, index, sink, 0.3), rtol=0, atol=ATOL)
 
 
+@pytest.mark.smoke
 def test_both_sets_share_one_softmax():
     """A window and picked rows together equal one list of rows; a key seen by both counts twice."""
     count, window = 6, 3
@@ -172,6 +174,7 @@ def test_both_sets_share_one_softmax():
     np.testing.assert_allclose(ours, expected, rtol=0, atol=ATOL)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", [*WAYS, "Band"])
 def test_garbage_in_rows_that_nobody_picks_is_not_read(way, monkeypatch):
     """B53: rows outside the valid ones hold NaN; weights of zero do not hide it, the rows must not take part."""
@@ -188,6 +191,7 @@ def test_garbage_in_rows_that_nobody_picks_is_not_read(way, monkeypatch):
     np.testing.assert_allclose(ours, oracle(q, table, index, sink, 0.3), rtol=0, atol=ATOL)
 
 
+@pytest.mark.smoke
 def test_a_row_with_leading_absent_keys():
     """B45: sixteen -1 and then values 2 and 4 with equal logits give 3; a row of -1 only gives 0, not a mean."""
     values = np.array([[2.0], [4.0]], np.float32)
@@ -200,6 +204,7 @@ def test_a_row_with_leading_absent_keys():
     assert np.asarray(out).ravel().tolist() == [3.0, 0.0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("sink", "weight"), [(0, 1 / 4), (300, 0), (-np.inf, 1 / 3), (np.inf, 0), (np.log(5), 1 / 8)])
 def test_the_sink_takes_weight_and_gives_no_value(sink, weight, parts):
@@ -212,6 +217,7 @@ def test_the_sink_takes_weight_and_gives_no_value(sink, weight, parts):
     np.testing.assert_allclose(np.asarray(out).ravel(), [111 * weight], rtol=1e-6)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sink", [0.0, -np.inf, 80.0])
 def test_a_query_without_keys_gives_zero_and_zero_gradients(sink):
     """B46: output exactly 0, gradients 0 and not NaN, with and without a sink."""
@@ -226,6 +232,7 @@ def test_a_query_without_keys_gives_zero_and_zero_gradients(sink):
         assert (np.asarray(grad) == 0).all()
 
 
+@pytest.mark.smoke
 def test_softmax_statistics():
     """The denominator includes the sink once; a masked row's is 1 (B47: what a split would need to be merged)."""
     logits = np.array([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]], np.float32)
@@ -243,6 +250,7 @@ def test_large_logits_stay_finite():
     assert np.asarray(out).ravel().tolist() == [np.float32(1e18)] * 4
 
 
+@pytest.mark.smoke
 def test_bfloat16_rounds_probabilities_but_not_their_sum():
     """Against float64 with the named roundings: almost every output bit by bit; with other roundings many differ."""
     count, keys = 40, 60
@@ -290,6 +298,7 @@ def test_rows_come_back_from_any_page_order(name):
     assert (np.asarray(written)[untouched] == 0xFF).all()
 
 
+@pytest.mark.smoke
 def test_a_negative_page_writes_nothing_and_reads_exactly_zero():
     """B100: in JAX index -1 wraps to the last page even with mode="drop"; padding must leave every byte alone."""
     arena, layout = jnp.full((3, 16), 0xFF, jnp.uint8), RowLayout("fp32", 4, 0, 1)
@@ -301,6 +310,7 @@ def test_a_negative_page_writes_nothing_and_reads_exactly_zero():
     assert (read[0] == 0).all() and np.isnan(read[1]).all()
 
 
+@pytest.mark.smoke
 def test_addresses_stay_inside_32_bits():
     """B35: page and offset are separate numbers; only their product passes 2^31, and it is never formed.
 

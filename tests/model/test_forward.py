@@ -217,6 +217,7 @@ def test_a_row_shorter_than_one_group_has_no_entry_and_equals_prefill(length):
     assert differences(cfg, running.parameters(cfg), length, (0, 1)).max() <= EQUAL_CODES_ATOL
 
 
+@pytest.mark.slow
 def test_gradients_of_a_row_shorter_than_one_group_are_finite():
     cfg = running.single(compress_ratios=(4,), qat=True)
     params = running.parameters(cfg)

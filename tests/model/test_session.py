@@ -61,6 +61,7 @@ def test_only_accepted_drafts_become_known(expected):
     assert_close_logits(mine.append({"a": [A[12]], "b": [B[5]]}), [expected["a"][12], expected["b"][5]])
 
 
+@pytest.mark.slow
 def test_drafts_that_nobody_commits_are_rejected(expected):
     mine = session()
     mine.append({"a": A[:10]})
