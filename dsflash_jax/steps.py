@@ -197,6 +197,7 @@ def prefill(
     check_step(step, cache)
     check_ngrams(step, params, cfg)
     if decoder == "all":
+        # So few rows read the ring anyway (`Transformer.context`): said here, they share the program of `decode`.
         return _step(params, cache, step, cfg, "last", True, few_rows(step, cfg))
     check_tail(cache, cfg, decoder)
     return _asymmetric(params, cache, step, cfg, rows_to_run(step, cfg, decoder))
