@@ -48,7 +48,7 @@ def _compile_one(key: str, arch: str) -> dict[str, Any]:
 
 
 def _compile_all(options: argparse.Namespace) -> int:
-    from pallas_kernels.aot.tables import write_table
+    from pallas_kernels.aot.tables import git_sha, write_table
     from pallas_kernels.cases import OPS, all_cases
     from pallas_kernels.common.devices import DEVICES, device_for
 
@@ -57,12 +57,12 @@ def _compile_all(options: argparse.Namespace) -> int:
             raise SystemExit(f"--op {op}: unknown; known: {', '.join(OPS)}")
     devices = [device_for(arch) for arch in options.arch] if options.arch else list(DEVICES)
     cases = [c for c in all_cases() if (options.all or c.short) and c.op in (options.op or OPS)]
-    broken = 0
+    broken, commit = 0, git_sha()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for device in devices:
             rows = list(pool.map(lambda case, device=device: _row(case, device), cases))
             broken += sum(bool(row["broken"]) for row in rows)
-            write_table(options.out / f"{device.arch}.json", device, rows)
+            write_table(options.out / f"{device.arch}.json", device, rows, commit)
     print(f"{len(cases) * len(devices)} compiled, {broken} broken; tables in {options.out}")
     return int(broken > 0)
 

@@ -44,11 +44,14 @@ def broken_rules(report: dict[str, Any], budget: Budget, device: Device) -> list
     return broken
 
 
-def write_table(path: Path, device: Device, rows: list[dict[str, Any]]) -> None:
-    """Writes one architecture's table with date, commit and compilers; it appears whole or not at all."""
+def write_table(path: Path, device: Device, rows: list[dict[str, Any]], commit: str | None) -> None:
+    """Writes one architecture's table with date, commit and compilers; it appears whole or not at all.
+
+    commit: `git_sha` from before the first table was written, which may itself be a tracked file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"arch": device.arch, "device": device.kind, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
-    table = facts | {"git_sha": git_sha(), "versions": versions(), "rows": rows}
+    table = facts | {"git_sha": commit, "versions": versions(), "rows": rows}
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
         json.dump(table, file, indent=1)
         file.write("\n")
