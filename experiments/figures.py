@@ -212,8 +212,10 @@ def _far_panel(axis: Axes, grouped: Mapping[str, Sequence[Row]], rows: Sequence[
     seeds = len(next(iter(grouped.values())))
     bars = "bars: 95 % interval" + (", all seeds\ndots: each seed" if seeds > 1 else "\none seed")
     axis.text(0.55, 0.47, bars, transform=axis.transAxes, va="bottom", fontsize=7.5)
-    if axis.get_legend_handles_labels()[0]:
+    marks = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}  # each once
+    if marks:
         axis.legend(
+            marks.values(), marks.keys(),
             loc="upper left", bbox_to_anchor=(0.525, 0.475), fontsize=7.5, frameon=False, handlelength=1,
             handletextpad=0.4,
         )
